@@ -338,6 +338,26 @@ def test_a_plan_with_prompts_keeps_each_bound(case, data):
         assert list(one) == [first + i for first in firsts for i in range(unit)]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "dense"),
+    [
+        ([2048, 2048], True),
+        ([4096] * 3, True),
+        ([2048, 2047], False),
+        ([2047, 2047], False),
+        ([4096], False),
+    ],
+)
+def test_the_dense_kernel_is_for_long_rows_whose_sizes_recur(lengths, dense):
+    """It is planned for every new number and length of rows; the lengths of most rows are new."""
+    assert row_index(torch.tensor(lengths))["equal_rows"] is dense
+
+
+def test_rows_that_share_prompts_have_no_dense_kernel():
+    lengths = torch.tensor([2048, 2048])
+    assert row_index(lengths, lengths, torch.arange(4096))["equal_rows"] is False
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernel_for_unequal_rows_sees_prompts_in_common():
     """Flash attention's last query sees the last key of its row; a mask says the same."""

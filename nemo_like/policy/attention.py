@@ -1,8 +1,8 @@
 """Attention over rows that lie end to end: each row sees itself only, and no mask is ever built.
 
 Registered with transformers under the name ``PACKED``; every model that takes its attention from
-there can use it. Attention alone works on padded rows, which costs B * T^2 instead of N^2 and keeps
-causal kernels; on a GPU a variable-length flash kernel takes over where rows are too unequal.
+there can use it. On a GPU in 16 bits it is a variable-length flash kernel; elsewhere attention
+alone works on padded rows, which costs B * T^2 instead of N^2 and keeps causal kernels.
 
 Under context parallelism each rank holds N / cp of the tokens. Around attention, ranks trade: all
 heads of some tokens for some heads of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), so that any
@@ -27,9 +27,10 @@ PACKED = "nemo_like_packed"
 
 # Terms of attention that some architectures add and this one lacks: left out, they would go unseen.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-# The dense kernel is the faster one: on an H100 with rows of 4096 tokens, a training step of a 1.5B
-# model took 1.43 s with it and 1.53 s with the variable-length one. It is worth this much padding.
-_MOST_PADDING = 1.25
+# Equal rows from here on take PyTorch's dense kernel: on an H100 with rows of 4096 tokens, a
+# training step of a 1.5B model took 1.43 s with it, and 1.53 s with the variable-length one. It is
+# cuDNN's, which plans each new number or length of rows anew: for short ones longer than it gains.
+_DENSE_FROM = 2048
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -53,6 +54,10 @@ def row_index(
         "padded_index": index,
         "padded_key_index": padded_keys,
         "key_index": key_index,
+        "equal_rows": key_lengths is None
+        and len(lengths) > 1
+        and longest >= _DENSE_FROM
+        and len(index) == len(lengths) * longest,
     }
 
 
@@ -76,6 +81,7 @@ def packed_attention(
     padded_index: Tensor,
     padded_key_index: Tensor | None,
     key_index: Tensor | None,
+    equal_rows: bool,
     cu_seq_lens_q: Tensor,
     cu_seq_lens_k: Tensor,
     max_length_q: int,
@@ -108,8 +114,7 @@ def packed_attention(
     if key_index is not None:
         k, v = k[key_index], v[key_index]
     rows = len(cu_seq_lens_q) - 1
-    can_vary = q.is_cuda and q.dtype != torch.float32
-    if can_vary and (key_index is not None or rows * max_length_q > _MOST_PADDING * len(q)):
+    if q.is_cuda and q.dtype != torch.float32 and not equal_rows:
         ends = (cu_seq_lens_q, cu_seq_lens_k)
         out = _flash(q, k, v, ends, (max_length_q, max_length_k), scaling)
     else:

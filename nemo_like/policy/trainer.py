@@ -54,6 +54,8 @@ class Trainer:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         torch.backends.cudnn.allow_tf32 = False  # as PyTorch has it for matrix products
+        if config.batching == "padded":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # See attention.py: it plans each new size.
         self.mesh = PolicyMesh(config, device.type)
         self._layout = InputLayout(
             batching=config.batching,

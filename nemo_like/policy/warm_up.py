@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 # Torch treats a size as fixed until it sees a second value. The first rows are therefore only
 # traced, and code is compiled once, for changing sizes.
 _TRACED = (60, 64)
-# Each is compiled again: rows of similar and of different lengths, for which attention has a kernel
-# each, and one row.
 _LONGEST = 96
-_ROWS = ((24, 120, 20), (80,))
+# Is compiled again.
+_ONE_ROW = (80,)
 
 
 def warm_up(trainer: "Trainer", temperature: float) -> None:
@@ -34,8 +33,8 @@ def warm_up(trainer: "Trainer", temperature: float) -> None:
     measures = trainer.setup.output == "logprobs"
     with set_stance("default", force_backend="eager"):
         _pass(trainer, _TRACED, temperature, on_policy=measures)
-    similar = _similar_rows(trainer.config)
-    for lengths, on_policy in (*((one, measures) for one in (similar, *_ROWS)), (similar, False)):
+    several = _several_rows(trainer.config)
+    for lengths, on_policy in ((several, measures), (_ONE_ROW, measures), (several, False)):
         _pass(trainer, lengths, temperature, on_policy=on_policy)
     forget_gradients(trainer.parameters)
 
@@ -50,7 +49,7 @@ def _pass(
     trainer.backward([rows], _NoLoss(), Denominators(tokens=1.0, sequences=1.0), temperature, sums)
 
 
-def _similar_rows(config: PolicyConfig) -> tuple[int, ...]:
+def _several_rows(config: PolicyConfig) -> tuple[int, ...]:
     """Three or more rows, with more logprobs than a chunk has if a micro-batch has room."""
     more = config.logprob_chunk_tokens // (_LONGEST - 1) + 1
     more = max(2, min(more, config.micro_batch_tokens // _LONGEST - 1))
