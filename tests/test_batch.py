@@ -358,22 +358,33 @@ def test_rows_that_share_prompts_have_no_dense_kernel():
     assert row_index(lengths, lengths, torch.arange(4096))["equal_rows"] is False
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernel_for_unequal_rows_sees_prompts_in_common():
-    """Flash attention's last query sees the last key of its row; a mask says the same."""
-    batch = rows_with_prompts(([1] * 40, [2] * 30), ([1] * 40, [3] * 9), ([4] * 5, [5] * 70))
-    layout = shared_layout(batch)
-    index = row_index(layout.lengths, batch.lengths, layout.place)
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def check_kernel_of_gpu(index, num_tokens):
+    """Attention in bfloat16 on the GPU against float32 on the CPU."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, int(layout.kept.sum()), 64, generator=generator)
-        for heads in (4, 2, 2)
-    )
+    q, k, v = (torch.randn(1, heads, num_tokens, 64, generator=generator) for heads in (4, 2, 2))
     expected, _ = packed_attention(torch.nn.Identity(), q, k, v, None, **index)
     on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in index.items()}
     inputs = (x.cuda().bfloat16() for x in (q, k, v))
     actual, _ = packed_attention(torch.nn.Identity(), *inputs, None, **on_gpu)
     torch.testing.assert_close(actual.float().cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("lengths", [[2048, 2048], [2048, 2047], [70] * 3, [300]])
+def test_each_kernel_sees_no_other_row(lengths):
+    check_kernel_of_gpu(row_index(torch.tensor(lengths)), sum(lengths))
+
+
+@NEEDS_GPU
+def test_the_variable_length_kernel_sees_prompts_in_common():
+    """Flash attention's last query sees the last key of its row; a mask says the same."""
+    batch = rows_with_prompts(([1] * 40, [2] * 30), ([1] * 40, [3] * 9), ([4] * 5, [5] * 70))
+    layout = shared_layout(batch)
+    index = row_index(layout.lengths, batch.lengths, layout.place)
+    check_kernel_of_gpu(index, int(layout.kept.sum()))
 
 
 def test_compiled_attention_pads_equal_rows_and_single_ones_without_another_compilation():

@@ -153,6 +153,18 @@ def test_a_worker_that_died_in_a_call_which_nobody_waits_for_yet_was_not_idle(gr
     del under_way
 
 
+def test_a_death_is_told_even_if_its_echo_is_known_at_the_same_time(group):
+    """Such as the other side of a refit, which lost its connection."""
+    pids = group.call(Probe.ready)
+    echo = group.submit_rank(1, Probe.fail, "The other side is gone.")
+    cause = group.submit_rank(0, Probe.hang)
+    kill(group, 0, pids[0])
+    refs = [*echo.refs, *cause.refs]
+    assert len(ray.wait(refs, num_returns=2, timeout=60)[0]) == 2
+    with pytest.raises(WorkerDiedError, match=r"probe rank 0 on \S+ died in hang: "):
+        wait_together(echo, cause)
+
+
 def test_engines_end_in_order_whatever_another_worker_died_of(group, tmp_path):
     """Such as a policy rank, which ends the run: what engines have started would stay."""
     engines = WorkerGroup(

@@ -280,6 +280,11 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
         ([DDP, "ddp.average_every_steps=2"], "would have no effect here", "set it to 1"),
         (["tensor_parallel_size=3"], "tensor_parallel_size=3 does not divide", "1, 2, 4"),
         (
+            ["tensor_parallel_size=2", "policy.compile=true"],
+            "tensor_parallel_size=2 does not go with policy.compile=true",
+            "leave one of them out",
+        ),
+        (
             ["tensor_parallel_size=2", "context_parallel_size=4"],
             "does not divide the policy's 4 ranks; their product must be one of 1, 2, 4",
             "or change cluster sizes",

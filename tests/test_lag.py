@@ -181,6 +181,29 @@ def test_groups_that_take_the_place_of_others_do_not_raise_the_lag():
         assert all(step - replicas.began[group] <= 1 for group in groups)
 
 
+@pytest.mark.parametrize("order", ["first_in", "ready"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_resumed_run_knows_which_groups_were_used(order, seed):
+    """Some early, in the place of groups left out: their trajectories are not sampled again."""
+    draw = random.Random(seed)
+    lag, prompts = draw.choice([1, 2, 4]), draw.choice([1, 3, 4])
+    replicas = Clocked(lambda _: draw.lognormvariate(0, 1))
+    source, feed = source_of(replicas, lag, order=order, num_prompts_per_step=prompts)
+    used, use_up = set(), feed.use_up
+
+    def noted(numbers):
+        used.update(numbers := [*numbers])
+        use_up(numbers)
+
+    feed.use_up = noted
+    for step in range(1, 15):
+        trained(source, replicas, step, lambda batch: batch.rows[keys.GROUP_IDS] % 3 > 0)
+        again = GroupFeed(loader_of("rows"))
+        again.load_state(feed.state())
+        for one in (feed, again):
+            assert {*range(one.first_open), *one.used} == used
+
+
 def test_groups_that_train_as_they_finish_are_a_batch_in_the_order_of_their_numbers():
     source, feed = source_of(Clocked(lambda group: 9.0 - group), 0)
     parts = []

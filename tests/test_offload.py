@@ -15,8 +15,17 @@ from nemo_like.config.optimizer import Moments, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
+from nemo_like.planning.memory import predict_memory
 from nemo_like.planning.model_shape import GIB, ModelShape, Role
-from nemo_like.planning.offload import MemoryNeeds, Neighbours, auto_line, choose, memory_needs
+from nemo_like.planning.offload import (
+    CONTEXT_BYTES,
+    SLACK,
+    MemoryNeeds,
+    Neighbours,
+    auto_line,
+    choose,
+    memory_needs,
+)
 from nemo_like.planning.resources import plan_run
 from nemo_like.policy.moments.flat_adamw import FlatAdamW, HostMemory
 from nemo_like.policy.optim import ShardwiseAdamW, check_host_memory, make_optimizers
@@ -285,6 +294,19 @@ def test_auto_keeps_everything_on_a_gpu_that_holds_it_besides_a_sleeping_engine(
     copies = policy(parallel=ParallelConfig(data_parallel="ddp"))
     assert choose(copies, of_model, 50 * GIB).offload == "none"
     assert choose(policy(), None, 50 * GIB).offload == "none"
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe", "interleaved"])
+def test_auto_counts_the_micro_batches_that_a_pipeline_holds_at_once(schedule):
+    parallel = ParallelConfig(pipeline_parallel_size=4, pipeline_schedule=schedule)
+    config = policy(parallel=parallel, offload="none")
+    peaks = [
+        phase.total * GIB
+        for rank in range(4)
+        for phase in predict_memory(SEVEN_B, config, 4, pipeline_rank=rank, num_micro_batches=8)
+    ]
+    found = memory_needs(SEVEN_B, config, 4, Role(), Neighbours())
+    assert found.resident == pytest.approx(max(peaks) * (1 + SLACK) + CONTEXT_BYTES)
 
 
 def test_auto_moves_nothing_where_that_saves_nothing():

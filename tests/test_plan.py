@@ -35,6 +35,7 @@ from nemo_like.planning.model_shape import (
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.planning.step_time import (
+    FLOAT32_FLOPS,
     MOMENT_S,
     ROLLOUT_S,
     SHARDS_BYTES_PER_S,
@@ -546,6 +547,37 @@ def test_what_bounds_a_step_depends_on_the_model():
     }
     assert bounds["qwen2.5-1.5b"] == "the engine's host process"
     assert bounds["qwen2.5-7b"] == "reading weights and cache"
+
+
+def test_a_step_has_the_passes_that_its_keys_ask_for():
+    def phases(*words):
+        config = compose_config(CONFIGS, "grpo", ["cluster.gpus_per_node=1", *words])
+        return {one.name: one.seconds for one in predict_step(config, TINY, plan_run(config))}
+
+    once = phases()
+    assert "logprobs" not in once
+    twice = phases("grpo.num_epochs_per_batch=2")
+    assert twice["train"] == pytest.approx(2 * once["train"])
+    with_reference = phases("loss.kl_coef=0.1")["logprobs"]
+    assert twice["logprobs"] == phases("mismatch.action=mask")["logprobs"] == with_reference
+    both = phases("loss.kl_coef=0.1", "grpo.num_mini_batches=2")
+    assert both["logprobs"] == pytest.approx(2 * with_reference)
+
+
+def test_products_of_32_bits_take_as_long_as_a_gpu_takes_for_them():
+    shape = predicted.shape_of("qwen2.5-7b")
+    exact, rounded = (
+        train_seconds(PolicyConfig(dtype=dtype, compile=True), shape, 1, 8192, 1024, 8192)
+        for dtype in ("float32", "bfloat16")
+    )
+    flops = 6 * 8192 * shape.num_parameters
+    assert exact > flops / FLOAT32_FLOPS > 8 * rounded
+
+
+def test_offloading_all_has_no_predicted_time(capsys):
+    printed = lines(capsys, "cluster.gpus_per_node=1", "policy.offload=all")
+    assert "Time        of a step is not predicted with policy.offload=all" in printed
+    assert not any("bottleneck" in line for line in printed)
 
 
 def test_completions_that_an_engine_cannot_hold_at_once_come_in_waves():

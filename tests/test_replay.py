@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nemo_like.compose.load import compose_config
 from nemo_like.errors import RunError, UserError
 from nemo_like.generation.protocol import (
     EngineConfig,
@@ -18,7 +19,7 @@ from nemo_like.generation.protocol import (
 )
 from nemo_like.generation.replay import ReplayEngine
 from nemo_like.observe.trajectory_files import Resumed, TrajectoryFiles
-from tests.small_runs import records, run
+from tests.small_runs import ROOT, records, run
 from tests.test_trajectory_files import keep, one, table
 
 
@@ -82,6 +83,13 @@ def test_each_part_of_each_workers_file_is_read_once_however_steps_alternate_bet
                 found = asked(engine, f"train-{step}-{group}-{index}")
                 assert found.token_ids == [group, index]
     assert engine._rows_of.cache_info().misses == 18
+
+
+def test_conversations_are_refused():
+    """Their later turns are not recorded as requests."""
+    words = ["generation.backend=replay", "generation.engine_kwargs={folder: /recorded}"]
+    with pytest.raises(UserError, match="backend=replay has completions of single turns alone"):
+        compose_config(ROOT / "configs", "grpo", [*words, "environment.name=guess"])
 
 
 def test_a_folder_without_trajectories_is_refused(tmp_path):

@@ -44,6 +44,7 @@ def test_a_folder_is_continued_by_the_algorithm_that_began_it(tmp_path):
     [
         (PolicyConfig(model="other"), "policy.model=other"),
         (PolicyConfig(optimizer=OptimizerConfig(kind="sgd")), "policy.optimizer.kind"),
+        (PolicyConfig(optimizer=OptimizerConfig(moments="int8")), "policy.optimizer.moments=int8"),
         (PolicyConfig(lora=LoraConfig(rank=8)), "policy.lora.rank=8"),
         (PolicyConfig(lora=LoraConfig(alpha=64)), "policy.lora.alpha=64"),
     ],

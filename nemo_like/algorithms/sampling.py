@@ -180,7 +180,7 @@ def rollout_setup(
         num_reward_threads=max(1, int(config.cluster.cpus_per_worker) // num_processes),
         engines_per_node=session.cluster.plan.engines_per_node,
         run_dir=str(run.dir),
-        resumed=Resumed(run.first_step or -1, run.logged_step, feed.used, feed.again),
+        resumed=Resumed(run.first_step or -1, run.logged_step, feed.first_open, feed.used),
         most_tokens=engine.max_model_len,
         most_turns=config.environment.most_turns,
         shares_prompts=config.policy.batching == "shared",

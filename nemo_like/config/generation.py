@@ -98,6 +98,8 @@ class EngineKind:
     """Whether it computes with adapters of 32 bits there."""
     quantizes: bool = False
     """Whether it can sample with weights of 8 bits, made anew at each refit."""
+    has_turns: bool = True
+    """Whether it answers in conversations, too."""
     float32_logits_on: tuple[str, ...] = ()
     """Devices on which its logits are float32, whatever ``policy.dtype`` is."""
     prepare: str | None = None
@@ -128,6 +130,7 @@ REPLAY = EngineKind(
     takes_kwargs=True,
     refused_kwargs=_refused_by_replay,
     most_adapter_rank=2**31,
+    has_turns=False,
 )
 ENGINES = Door(
     "nemo_like.engines",
@@ -162,9 +165,10 @@ class GenerationConfig(Section):
     backend: Annotated[str, ENGINES] = "vllm"
     """``vllm``; ``graph``: our own, which samples without waiting for the host, for dense Llama,
     Qwen2 and Qwen3 models on one GPU each; ``hf``: a plain loop over the transformers model, for
-    odd models and exact tests; ``replay``: the completions that an earlier run, with the same rows,
-    seed and sizes, left in the folder ``engine_kwargs.folder`` (``mismatch.action=ignore`` if its
-    policy differed); or your own ``EngineKind``, ``file.py:NAME`` or ``package.module.NAME``."""
+    odd models and exact tests; ``replay``: the completions, not conversations, that an earlier run,
+    with the same rows, seed and sizes, left in the folder ``engine_kwargs.folder``
+    (``mismatch.action=ignore`` if its policy differed); or your own ``EngineKind``,
+    ``file.py:NAME`` or ``package.module.NAME``."""
     temperature: Annotated[
         Positive, Instead("only validation and evaluation have greedy sampling")
     ] = 1.0
@@ -225,6 +229,12 @@ class GenerationConfig(Section):
         """The engine's arguments and lowest temperature, and corrected rounding."""
         yield from self.kind.refused_kwargs(self.engine_kwargs)
         yield from self._rounding(here, run)
+        environments = run.environment.by_name.values()
+        if not self.kind.has_turns and any(not one.is_single_turn for one in environments):
+            yield (
+                f"{here}.backend={self.backend} has completions of single turns alone, and this "
+                "run's environment has conversations; sample them with another backend."
+            )
         if self.temperature < (least := self.kind.lowest_temperature):
             yield f"{here}.temperature={self.temperature:g} must be at least {least:g}."
 

@@ -100,6 +100,11 @@ class ParallelConfig(Section):
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """DDP keeps a full float32 model on each rank, and computes with autocast."""
+        if (size := self.tensor_parallel_size) > 1 and run.policy.compile:
+            yield (
+                f"{here}.tensor_parallel_size={size} does not go with policy.compile=true, which "
+                "cannot trace layers that are split over ranks; leave one of them out."
+            )
         if self.data_parallel != "ddp":
             return
         for key in (

@@ -74,14 +74,14 @@ class GroupFeed(Generic[T]):
             self._used.difference_update(whole)
 
     @property
-    def used(self) -> tuple[int, ...]:
-        """Rows used up while older ones are still in use."""
-        return tuple(self._used)
+    def first_open(self) -> int:
+        """All rows before this one are used up."""
+        return self._draws[0][0] if self._draws else self.loader.num_drawn
 
     @property
-    def again(self) -> tuple[int, ...]:
-        """Rows that a resumed run draws again."""
-        return tuple(number for number, _ in self._again)
+    def used(self) -> tuple[int, ...]:
+        """Later rows that are used up, too."""
+        return tuple(self._used)
 
     def _span(self) -> tuple[int, int]:
         first, count, _ = self._draws[0]

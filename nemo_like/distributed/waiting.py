@@ -91,7 +91,9 @@ def wait_together(
             except RunError as error:
                 from nemo_like.distributed.failures import root_cause
 
-                raise root_cause(error, {ref: owner[ref] for ref in pending}) from error.__cause__
+                others = {one: owner[one] for one in (*done, *pending) if one not in results}
+                del others[ref]
+                raise root_cause(error, others) from error.__cause__
         if enough is not None and enough(results.keys()):
             break
         if pending and left <= 0:

@@ -198,6 +198,9 @@ def _batch(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
 
 
 def _times(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> Iterator[str]:
+    if config.policy.offload == "all":
+        yield "Time        of a step is not predicted with policy.offload=all"
+        return
     phases = predict_step(config, shape, plan)
     total = sum(phase.seconds for phase in phases)
     yield "Time        of a step on H200s, predicted for completions of full length, at least:"

@@ -106,17 +106,16 @@ class Resumed:
     """Last step; -1: a new run."""
     validated: int
     """Last step whose validation is finished."""
-    trained: tuple[int, ...] = ()
-    """Groups that have trained, whichever step they were planned for."""
-    again: tuple[int, ...] = ()
-    """Groups that have not, although they may have been planned for ``step`` or before."""
+    first_open: int = 0
+    """Groups before this one have all been used, whichever step they were planned for."""
+    used: tuple[int, ...] = ()
+    """Later ones that have been used, too."""
 
     def kept(self) -> pc.Expression:
         """Rows to keep."""
-        step, group, train = pc.field("step"), pc.field("group"), pc.field("phase") == "train"
-        planned = (step <= self.step) & ~group.isin(pa.array(self.again, pa.int64()))
-        trained = planned | group.isin(pa.array(self.trained, pa.int64()))
-        return (train & trained) | (~train & (step <= self.validated))
+        group, train = pc.field("group"), pc.field("phase") == "train"
+        used = (group < self.first_open) | group.isin(pa.array(self.used, pa.int64()))
+        return (train & used) | (~train & (pc.field("step") <= self.validated))
 
 
 class TrajectoryFiles:

@@ -159,11 +159,15 @@ def _can_offload(policy: PolicyConfig) -> bool:
 def _phases(
     shape: ModelShape, policy: PolicyConfig, num_ranks: int, role: Role
 ) -> "list[tuple[PhaseMemory, ...]]":
+    """Of each stage of a pipeline, which two micro-batches for each stage keep busy."""
     from nemo_like.planning.memory import predict_memory
 
+    stages = parallel_sizes(policy, num_ranks).pp
     return [
-        predict_memory(shape, policy, num_ranks, pipeline_rank=rank, role=role)
-        for rank in range(parallel_sizes(policy, num_ranks).pp)
+        predict_memory(
+            shape, policy, num_ranks, pipeline_rank=rank, num_micro_batches=2 * stages, role=role
+        )
+        for rank in range(stages)
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
 from nemo_like.planning.activations import BYTES
 from nemo_like.planning.model_shape import FLOAT32, MOST_SEQUENCES, ModelShape, engine_bytes
 from nemo_like.planning.parameters import moments_bytes
@@ -18,8 +18,10 @@ from nemo_like.planning.resources import ResourcePlan, engines_sleep
 
 PEAK_FLOPS = 989e12
 """Of an H100 or H200 in 16 bits, dense."""
+FLOAT32_FLOPS = 67e12
+"""In 32 bits, of which no run here measured how much products reach."""
 PRODUCTS_SHARE = 0.94
-"""Of ``PEAK_FLOPS`` that matrix products reach."""
+"""Of ``PEAK_FLOPS`` that matrix products reach in 16 bits."""
 BETWEEN_PRODUCTS_S = 0.667e-10
 """Of a forward pass, for each token, layer and number of its hidden state: what norms, activations
 and attention read and write."""
@@ -78,7 +80,10 @@ def predict_step(
     plan: ResourcePlan,
     tokens: RowTokens | None = None,
 ) -> list[PhaseTime]:
-    """Each phase; by default completions are as long as they may be, and prompts are left out."""
+    """Each phase; by default completions are as long as they may be, and prompts are left out.
+
+    With ``policy.offload=all`` it leaves out what goes over the bus at each micro-batch.
+    """
     policy, most = config.policy, config.generation.max_new_tokens
     tokens = tokens or RowTokens(completion=most, longest=most)
     row, prompt = tokens.prompt + tokens.completion, tokens.prompt
@@ -88,6 +93,10 @@ def predict_step(
     train_s = TRAIN_ROW_S * config.rows_per_step / ranks
     trained = config.rows_per_step * tokens.completion
     train_s += train_seconds(policy, shape, ranks, count, row, trained)
+    logprob_passes = int(config.keeps_reference)
+    if isinstance(config, PolicyGradientRunConfig):
+        train_s *= config.loop.num_epochs_per_batch
+        logprob_passes += not config.reuses_logprobs
     generation, products = config.generation, "matrix products"
     sleeps = engines_sleep(generation, plan)
     refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
@@ -99,8 +108,8 @@ def predict_step(
     if (transit_s := offload_seconds(policy, shape.num_parameters, ranks)) > 0:
         by_bus = "moments to and from the host"
         phases.append(PhaseTime(name="optimizer", seconds=transit_s, bound_by=by_bus))
-    if config.keeps_reference:
-        forward_s = forward_seconds(policy, shape, ranks, count, row, trained)
+    if logprob_passes:
+        forward_s = logprob_passes * forward_seconds(policy, shape, ranks, count, row, trained)
         phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by=products))
     return phases
 
@@ -168,7 +177,8 @@ def _compute_seconds(
     flops = 2 * (shape.num_parameters + numbers * row_tokens)
     between = BETWEEN_PRODUCTS_S * shape.layers * (shape.hidden + NARROW)
     logits_s = 0.0 if policy.compile else num_trained * shape.vocab * EAGER_LOGIT_S
-    return num_tokens * (flops / (PEAK_FLOPS * PRODUCTS_SHARE) + between) + logits_s
+    rate = FLOAT32_FLOPS if policy.dtype == "float32" else PEAK_FLOPS * PRODUCTS_SHARE
+    return num_tokens * (flops / rate + between) + logits_s
 
 
 def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> int:

@@ -199,7 +199,7 @@ def to_result(result: Any) -> RewardResult:
 
 
 def _with_steps(result: Mapping[str, Any], given: Mapping[str, Any]) -> RewardResult:
-    steps = {str(name): _number(f"the reward of {name}", value) for name, value in given.items()}
+    steps = {str(name): _number("the reward of an answer", value) for name, value in given.items()}
     if "reward" in result:
         rest = to_result(result)
         if rest.reward is None:

@@ -223,7 +223,7 @@ class Recorder:
             why = "the model was never called: use the given base URL"
             result = failed(why if end == "final" else str(self._ended))
         if unknown := result.steps.keys() - self._turn_of.keys() - {""}:
-            result = failed(f"a reward names the answer {min(unknown)}, which was never given")
+            result = failed(f"a reward names an answer that was never given\n{min(unknown)}")
         last = self._turns[-1] if self._turns else None
         if end == "final" and last and last.completion.finish_reason is FinishReason.length:
             end = "length"

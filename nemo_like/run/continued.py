@@ -22,8 +22,8 @@ from nemo_like.run.folder import STARTS
 logger = logging.getLogger(__name__)
 
 _FIXED = (
-    *("policy.model", "policy.optimizer.kind", "policy.lora.rank", "policy.lora.alpha"),
-    *("policy.lora.targets", "critic.model"),
+    *("policy.model", "policy.optimizer.kind", "policy.optimizer.moments"),
+    *("policy.lora.rank", "policy.lora.alpha", "policy.lora.targets", "critic.model"),
 )
 """What a checkpoint's tensors are those of."""
 _MOST_EQUAL_STARTS = 2
