@@ -564,6 +564,21 @@ def test_a_step_has_the_passes_that_its_keys_ask_for():
     assert both["logprobs"] == pytest.approx(2 * with_reference)
 
 
+@pytest.mark.parametrize(("schedule", "idle"), [("one_f_one_b", 3 / 8), ("interleaved", 3 / 16)])
+def test_a_pipeline_waits_at_its_ends(schedule, idle):
+    """Four ranks and eight micro-batches; gathering aside, which a pipeline of one rank needs."""
+
+    def seconds(of, **parallel):
+        config = PolicyConfig(
+            micro_batch_tokens=1024, parallel=ParallelConfig(data_parallel="ddp", **parallel)
+        ).replace(offload="optimizer")
+        return of(config, TINY, 4, 8192, 1024, 8192)
+
+    for of in (forward_seconds, train_seconds):
+        piped = seconds(of, pipeline_parallel_size=4, pipeline_schedule=schedule)
+        assert piped == pytest.approx((1 + idle) * seconds(of))
+
+
 def test_products_of_32_bits_take_as_long_as_a_gpu_takes_for_them():
     shape = predicted.shape_of("qwen2.5-7b")
     exact, rounded = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
 from nemo_like.planning.activations import BYTES
+from nemo_like.planning.layout import num_stages, parallel_sizes
 from nemo_like.planning.model_shape import FLOAT32, MOST_SEQUENCES, ModelShape, engine_bytes
 from nemo_like.planning.parameters import moments_bytes
 from nemo_like.planning.resources import ResourcePlan, engines_sleep
@@ -131,6 +132,7 @@ def forward_seconds(
         gathered = 1
     moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape, num_ranks)
     compute_s = _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
+    compute_s *= _with_bubble(policy, num_ranks, num_tokens)
     return compute_s / num_ranks + moved / SHARDS_BYTES_PER_S
 
 
@@ -145,6 +147,7 @@ def train_seconds(
     """Forward and backward passes, and the optimizer where its state is on the GPU."""
     # Frozen weights get no gradients.
     passes = (2 if policy.lora.rank else 3) + RECOMPUTED[policy.activation_checkpointing]
+    passes *= _with_bubble(policy, num_ranks, num_tokens)
     compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
     micro_batches = _micro_batches(policy, num_ranks, num_tokens)
     gathered = 2 * micro_batches if policy.parallel.reshard_after_forward else 1
@@ -179,6 +182,14 @@ def _compute_seconds(
     logits_s = 0.0 if policy.compile else num_trained * shape.vocab * EAGER_LOGIT_S
     rate = FLOAT32_FLOPS if policy.dtype == "float32" else PEAK_FLOPS * PRODUCTS_SHARE
     return num_tokens * (flops / rate + between) + logits_s
+
+
+def _with_bubble(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> float:
+    """Time of a pipeline as a multiple of its stages' work: 1 + (p - 1) / (v m) with p ranks, v
+    stages each and m micro-batches (arXiv:2104.04473, section 2.2)."""
+    sizes = parallel_sizes(policy, num_ranks)
+    count = max(sizes.pp, math.ceil(num_tokens / sizes.dp / policy.micro_batch_tokens))
+    return 1 + (sizes.pp - 1) * sizes.pp / num_stages(policy.parallel) / count
 
 
 def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> int:
