@@ -59,7 +59,7 @@ _PLANS = (
     "attention anew for each number and length of rows, more of which are new with two ranks"
 )
 _SLOWER = "the driver's own 0.05 s, and a training step of 0.24 s where others took 0.2 s"
-_TWO_ENGINES = "unknown: two engines at once were slower than one, in other steps each"
+_TWO_ENGINES = "unknown: two engines at once were slower than one, which of them changed by step"
 _LATE = "unknown: the same refit took 0.05 s in an earlier run"
 _LIGHT = "calls to this engine take 0.02 s less than those to vLLM"
 _WAKE = (
@@ -110,7 +110,7 @@ MISSED = {
         for i in (47, 49)
         for phase in ("step", "train")
     },
-    ("lag-h200 47 learning colocated, two GPUs, two engines", "memory"): _PLANS,
+    ("lag-h200 47 learning colocated, two GPUs, two engines", "memory"): "unknown",
     **{
         (f"lag-h200 {i} learning lag{lag}, two GPUs with MPS, two engines", "step"): _SLOWER
         for i, lag in ((48, 1), (50, 1), (51, 2), (52, 4))

@@ -149,6 +149,8 @@ def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
         ("ppo", "ppo.num_generations_per_prompt=0", "must be at least 1."),
         ("eval", "validation.num_generations_per_prompt=0", "must be at least 1."),
         ("distillation", "distillation.num_generations_per_prompt=0", "must be at least 1."),
+        ("dpo", "policy.micro_batch_size=1", "holds no pair of rows; use at least 2."),
+        ("rm", "policy.micro_batch_size=1", "holds no pair of rows; use at least 2."),
         (
             "grpo",
             "grpo.num_generations_per_prompt=1",

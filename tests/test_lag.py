@@ -210,7 +210,8 @@ def test_groups_that_train_as_they_finish_are_a_batch_in_the_order_of_their_numb
     batch, _ = source.next_batch(1, early=parts.append)
     assert [part.rows[keys.GROUP_IDS][0].item() for part in parts] == [3, 2, 1, 0]
     assert batch.rows[keys.GROUP_IDS].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert feed.state() == feed.loader.state()
+    num_drawn = feed.loader.num_drawn
+    assert feed.state() == feed.loader.state() | {"first": num_drawn, "num_drawn": num_drawn}
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -256,20 +257,30 @@ def test_a_saved_position_without_groups_under_way_is_that_of_the_loader():
     feed = GroupFeed(loader_of("rows"))
     drawn = [*feed.draw(7), *feed.draw(2)]
     feed.use_up(number for number, _ in drawn)
-    assert feed.state() == feed.loader.state()
+    num_drawn = feed.loader.num_drawn
+    assert feed.state() == feed.loader.state() | {"first": num_drawn, "num_drawn": num_drawn}
 
 
-def test_groups_of_other_rows_are_not_taken_for_used_ones():
+def test_groups_of_other_rows_have_new_numbers():
+    """Or they would be taken for used ones, or used ones for those to sample again."""
     before = GroupFeed(PromptLoader(range(100), fingerprint="a", seed=0, shuffle=True))
     before.use_up(number for number, _ in before.draw(8))
     before.draw(8)
     before.use_up([8])
-    feed = GroupFeed(PromptLoader(range(100), fingerprint="b", seed=0, shuffle=True))
-    feed.load_state(before.state())
-    feed.use_up(number for number, _ in feed.draw(8))
-    assert [number for number, _ in feed.draw(8)] == list(range(8, 16))
-    feed.use_up(range(9, 16))
-    assert feed.state()["used"] == list(range(9, 16))
+    saved = before.state()
+    for start in (16, 32):
+        feed = GroupFeed(PromptLoader(range(100), fingerprint=f"{start}", seed=0, shuffle=True))
+        feed.load_state(saved)
+        assert (feed.first_open, feed.used, feed.loader.num_drawn) == (start, (), 0)
+        feed.use_up(number for number, _ in feed.draw(8))
+        assert [number for number, _ in feed.draw(8)] == list(range(start + 8, start + 16))
+        feed.use_up(range(start + 9, start + 16))
+        saved = feed.state()
+        assert saved["used"] == list(range(start + 9, start + 16))
+    again = GroupFeed(PromptLoader(range(100), fingerprint="32", seed=0, shuffle=True))
+    again.load_state(saved)
+    assert (again.first_open, again.used) == (40, tuple(range(41, 48)))
+    assert [number for number, _ in again.draw(2)] == [40, 48]
 
 
 @pytest.mark.parametrize(

@@ -562,21 +562,22 @@ def test_a_step_has_the_passes_that_its_keys_ask_for():
     assert twice["logprobs"] == phases("mismatch.action=mask")["logprobs"] == with_reference
     both = phases("loss.kl_coef=0.1", "grpo.num_mini_batches=2")
     assert both["logprobs"] == pytest.approx(2 * with_reference)
+    on_host, parts = "policy.offload=optimizer", "grpo.num_mini_batches=2"
+    updates = phases(on_host, parts, "grpo.num_epochs_per_batch=3")["optimizer"]
+    assert updates == pytest.approx(6 * phases(on_host)["optimizer"])
 
 
 @pytest.mark.parametrize(("schedule", "idle"), [("one_f_one_b", 3 / 8), ("interleaved", 3 / 16)])
-def test_a_pipeline_waits_at_its_ends(schedule, idle):
-    """Four ranks and eight micro-batches; gathering aside, which a pipeline of one rank needs."""
+def test_a_pipeline_waits_at_its_ends_and_gathers_nothing(schedule, idle):
+    """Four ranks with eight micro-batches, against all the work of one rank without gathering."""
 
-    def seconds(of, **parallel):
-        config = PolicyConfig(
-            micro_batch_tokens=1024, parallel=ParallelConfig(data_parallel="ddp", **parallel)
-        ).replace(offload="optimizer")
-        return of(config, TINY, 4, 8192, 1024, 8192)
+    def seconds(of, num_ranks, **parallel):
+        config = PolicyConfig(micro_batch_tokens=1024, parallel=ParallelConfig(**parallel))
+        return of(config.replace(offload="optimizer"), TINY, num_ranks, 8192, 1024, 8192)
 
     for of in (forward_seconds, train_seconds):
-        piped = seconds(of, pipeline_parallel_size=4, pipeline_schedule=schedule)
-        assert piped == pytest.approx((1 + idle) * seconds(of))
+        piped = seconds(of, 4, pipeline_parallel_size=4, pipeline_schedule=schedule)
+        assert piped == pytest.approx((1 + idle) * seconds(of, 1) / 4)
 
 
 def test_products_of_32_bits_take_as_long_as_a_gpu_takes_for_them():
@@ -590,9 +591,13 @@ def test_products_of_32_bits_take_as_long_as_a_gpu_takes_for_them():
 
 
 def test_offloading_all_has_no_predicted_time(capsys):
-    printed = lines(capsys, "cluster.gpus_per_node=1", "policy.offload=all")
+    words = ("cluster.gpus_per_node=1", "policy.offload=all")
+    printed = lines(capsys, *words)
     assert "Time        of a step is not predicted with policy.offload=all" in printed
     assert not any("bottleneck" in line for line in printed)
+    with pytest.raises(SystemExit):
+        lines(capsys, "--simulate", *words)
+    assert "--simulate does not predict times with policy.offload=all" in capsys.readouterr().err
 
 
 def test_completions_that_an_engine_cannot_hold_at_once_come_in_waves():

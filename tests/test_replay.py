@@ -88,7 +88,7 @@ def test_each_part_of_each_workers_file_is_read_once_however_steps_alternate_bet
 def test_conversations_are_refused():
     """Their later turns are not recorded as requests."""
     words = ["generation.backend=replay", "generation.engine_kwargs={folder: /recorded}"]
-    with pytest.raises(UserError, match="backend=replay has completions of single turns alone"):
+    with pytest.raises(UserError, match="backend=replay gives single completions alone"):
         compose_config(ROOT / "configs", "grpo", [*words, "environment.name=guess"])
 
 
@@ -138,7 +138,7 @@ def test_other_files_in_the_folder_are_the_users_and_are_left_alone(tmp_path):
     keep(files, table(1, one(group=3, ids=(4, 5))))
     pq.write_table(table(1, one(group=9)), folder / "mine.parquet")
     assert asked(engine_of(str(tmp_path)), "train-1-3-0").token_ids == [4, 5]
-    files.truncate_after(Resumed(0, 0))
+    files.truncate_after(Resumed(step=0, validated=0, first_open=0))
     assert [path.name for path in folder.glob("*.parquet")] == ["mine.parquet"]
 
 

@@ -135,7 +135,7 @@ def test_a_kill_before_small_files_are_removed_doubles_nothing(tmp_path):
     for path, copy in zip(small, copies, strict=True):
         shutil.move(copy, path)
     assert steps_in(tmp_path) == list(range(32))
-    TrajectoryFiles(tmp_path, 0, 1e9).truncate_after(Resumed(31, 31, first_open=32))
+    TrajectoryFiles(tmp_path, 0, 1e9).truncate_after(Resumed(step=31, validated=31, first_open=32))
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -151,7 +151,7 @@ def test_a_resumed_run_drops_what_it_writes_again_of_all_workers(tmp_path):
         keep(TrajectoryFiles(tmp_path, rank, 1e9), *(table(step, one(step)) for step in range(40)))
     keep(TrajectoryFiles(tmp_path, 1, 1e9), table(40, one(), phase="validation"))
     found = opened(tmp_path)
-    TrajectoryFiles(tmp_path, 0, 1e9).truncate_after(Resumed(20, 20, first_open=21))
+    TrajectoryFiles(tmp_path, 0, 1e9).truncate_after(Resumed(step=20, validated=20, first_open=21))
     assert sorted(steps_in(tmp_path)) == sorted([*range(21), *range(21)])
     keep(TrajectoryFiles(tmp_path, 0, 1e9), table(21, one(99)))
     found.refresh()
@@ -164,7 +164,7 @@ def test_a_resumed_run_drops_what_it_writes_again_and_keeps_what_has_trained(tmp
     files = TrajectoryFiles(tmp_path, 0, 1e9)
     keep(files, table(2, one(1)), table(2, one(2)), table(3, one(3)), table(3, one(4)))
     keep(files, *(table(step, one(9), phase="validation") for step in (0, 2)))
-    files.truncate_after(Resumed(2, validated=1, first_open=2, used=(3,)))
+    files.truncate_after(Resumed(step=2, validated=1, first_open=2, used=(3,)))
     columns = opened(tmp_path).columns
     assert [*zip(columns["step"], columns["group"], strict=True)] == [(0, 9), (2, 1), (3, 3)]
 
@@ -173,7 +173,7 @@ def test_a_file_that_a_failing_machine_left_torn_does_not_prevent_the_resume(tmp
     keep(TrajectoryFiles(tmp_path, 0, 1e9), table(1, one()), table(2, one()))
     torn = files_of(tmp_path)[1]
     torn.write_bytes(torn.read_bytes()[:100])
-    TrajectoryFiles(tmp_path, 0, 1e9).truncate_after(Resumed(5, 5, first_open=9))
+    TrajectoryFiles(tmp_path, 0, 1e9).truncate_after(Resumed(step=5, validated=5, first_open=9))
     assert steps_in(tmp_path) == [1]
     assert f"{torn} cannot be read and is dropped" in caplog.text
 

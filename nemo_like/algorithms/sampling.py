@@ -180,7 +180,12 @@ def rollout_setup(
         num_reward_threads=max(1, int(config.cluster.cpus_per_worker) // num_processes),
         engines_per_node=session.cluster.plan.engines_per_node,
         run_dir=str(run.dir),
-        resumed=Resumed(run.first_step or -1, run.logged_step, feed.first_open, feed.used),
+        resumed=Resumed(
+            step=run.first_step or -1,
+            validated=run.logged_step,
+            first_open=feed.first_open,
+            used=feed.used,
+        ),
         most_tokens=engine.max_model_len,
         most_turns=config.environment.most_turns,
         shares_prompts=config.policy.batching == "shared",

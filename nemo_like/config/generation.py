@@ -99,7 +99,7 @@ class EngineKind:
     quantizes: bool = False
     """Whether it can sample with weights of 8 bits, made anew at each refit."""
     has_turns: bool = True
-    """Whether it answers in conversations, too."""
+    """Whether it can go on in a conversation."""
     float32_logits_on: tuple[str, ...] = ()
     """Devices on which its logits are float32, whatever ``policy.dtype`` is."""
     prepare: str | None = None
@@ -165,8 +165,8 @@ class GenerationConfig(Section):
     backend: Annotated[str, ENGINES] = "vllm"
     """``vllm``; ``graph``: our own, which samples without waiting for the host, for dense Llama,
     Qwen2 and Qwen3 models on one GPU each; ``hf``: a plain loop over the transformers model, for
-    odd models and exact tests; ``replay``: the completions, not conversations, that an earlier run,
-    with the same rows, seed and sizes, left in the folder ``engine_kwargs.folder``
+    odd models and exact tests; ``replay``: the single-turn completions that an earlier run, with
+    the same rows, seed and sizes, left in the folder ``engine_kwargs.folder``
     (``mismatch.action=ignore`` if its policy differed); or your own ``EngineKind``,
     ``file.py:NAME`` or ``package.module.NAME``."""
     temperature: Annotated[
@@ -232,8 +232,8 @@ class GenerationConfig(Section):
         environments = run.environment.by_name.values()
         if not self.kind.has_turns and any(not one.is_single_turn for one in environments):
             yield (
-                f"{here}.backend={self.backend} has completions of single turns alone, and this "
-                "run's environment has conversations; sample them with another backend."
+                f"{here}.backend={self.backend} gives single completions alone, and this run's "
+                "environment holds conversations; use another backend."
             )
         if self.temperature < (least := self.kind.lowest_temperature):
             yield f"{here}.temperature={self.temperature:g} must be at least {least:g}."

@@ -99,7 +99,8 @@ class ParallelConfig(Section):
     ddp: Annotated[DDPConfig, _DDP] = DDPConfig()
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """DDP keeps a full float32 model on each rank, and computes with autocast."""
+        """DDP keeps a full float32 model on each rank, and computes with autocast; torch does not
+        trace layers that are split over ranks."""
         if (size := self.tensor_parallel_size) > 1 and run.policy.compile:
             yield (
                 f"{here}.tensor_parallel_size={size} does not go with policy.compile=true, which "
@@ -189,7 +190,8 @@ class PolicyConfig(Section):
     logprob_chunk_tokens: Count = 1024
     """Most tokens with logits in memory at one time."""
     compile: bool = False
-    """Compile each layer (torch.compile): a slow first step, faster later ones."""
+    """Compile each layer (torch.compile): a slow first step, faster later ones. Not with tensor
+    parallelism."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """``full``: recompute each layer in the backward pass; ``selective``: keep the results of
     matrix products and attention, recompute the rest."""

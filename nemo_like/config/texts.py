@@ -69,6 +69,12 @@ class PairPassesSection(PassesSection):
     num_pairs_per_step: Count = 32
     """Pairs of one optimizer step."""
 
+    def rules(self, here: str, run: Any) -> Iterator[str]:
+        """A pair stays together."""
+        yield from super().rules(here, run)
+        if run.policy.micro_batch_size == 1:
+            yield "policy.micro_batch_size=1 holds no pair of rows; use at least 2."
+
 
 class TextRunConfig(RunConfig):
     """Sections of runs that train on given texts. An algorithm adds its own, and ``data``."""

@@ -54,6 +54,7 @@ class GroupFeed(Generic[T]):
         """First number and size of each draw with rows still in use, and the position before it."""
         self._used = set[int]()
         """Numbers of used-up rows in these draws."""
+        self._next = 0
         self._again: deque[tuple[int, T]] = deque()
 
     def draw(self, count: int) -> list[tuple[int, T]]:
@@ -62,8 +63,8 @@ class GroupFeed(Generic[T]):
         return rows + self._draw(count - len(rows)) if len(rows) < count else rows
 
     def _draw(self, count: int) -> list[tuple[int, T]]:
-        first = self.loader.num_drawn
-        self._draws.append((first, count, self.loader.state()))
+        first, self._next = self._next, self._next + count
+        self._draws.append((first, count, self._position()))
         return list(enumerate(self.loader.next_rows(count), start=first))
 
     def use_up(self, numbers: Iterable[int]) -> None:
@@ -76,7 +77,7 @@ class GroupFeed(Generic[T]):
     @property
     def first_open(self) -> int:
         """All rows before this one are used up."""
-        return self._draws[0][0] if self._draws else self.loader.num_drawn
+        return self._draws[0][0] if self._draws else self._next
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -93,16 +94,24 @@ class GroupFeed(Generic[T]):
         It includes the sizes of draws, since a mixture's rows depend on them.
         """
         if not self._draws:
-            return self.loader.state()
-        sizes = [count for _, count, _ in self._draws]
-        return self._draws[0][2] | {"draws": sizes, "used": sorted(self._used)}
+            return self._position() | {"first": self._next}
+        sizes, used = [count for _, count, _ in self._draws], sorted(self._used)
+        return self._draws[0][2] | {"first": self.first_open, "draws": sizes, "used": used}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position."""
+        """Continue at a saved position. Of other rows, which start over, numbers are new."""
         self.loader.load_state(state)
-        drawn = [row for count in state.get("draws", ()) for row in self._draw(count)]
+        at, sizes = self.loader.num_drawn, state.get("draws", ())
+        self._next = state.get("first", at)  # older states have none
+        if state.get("num_drawn", at) != at:
+            self._next += sum(sizes)
+            return
+        drawn = [row for count in sizes for row in self._draw(count)]
         self._used = {number for number, _ in drawn}.intersection(state.get("used", ()))
         self._again = deque(row for row in drawn if row[0] not in self._used)
+
+    def _position(self) -> dict[str, Any]:
+        return self.loader.state() | {"num_drawn": self.loader.num_drawn}
 
 
 class PromptLoader(Generic[T]):

@@ -40,14 +40,14 @@ def timeout_message(calls: Sequence[Pending[Any]], pending: Collection[Any]) -> 
     )
 
 
-def root_cause(error: RunError, pending: Mapping[Any, Pending[Any]]) -> RunError:
+def root_cause(error: RunError, others: Mapping[Any, Pending[Any]]) -> RunError:
     """``error``, or the worker death that caused it."""
-    if not pending or isinstance(error, WorkerDiedError):
+    if not others or isinstance(error, WorkerDiedError):
         return error
-    done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_ECHO_S)
+    done, _ = ray.wait(list(others), num_returns=len(others), timeout=_ECHO_S)
     for ref in done:
         try:
-            pending[ref].result(ref)
+            others[ref].result(ref)
         except WorkerDiedError as death:
             return death
         except (RayError, UserError, RunError, WaitTimeoutError) as other:

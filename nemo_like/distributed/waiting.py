@@ -91,9 +91,8 @@ def wait_together(
             except RunError as error:
                 from nemo_like.distributed.failures import root_cause
 
-                others = {one: owner[one] for one in (*done, *pending) if one not in results}
-                del others[ref]
-                raise root_cause(error, others) from error.__cause__
+                others = owner.keys() - results.keys() - {ref}
+                raise root_cause(error, {one: owner[one] for one in others}) from error.__cause__
         if enough is not None and enough(results.keys()):
             break
         if pending and left <= 0:

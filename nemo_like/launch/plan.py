@@ -115,6 +115,11 @@ def simulated_lines(
         if not isinstance(earlier, SamplingRunConfig):
             raise UserError(f"--from={folder} is a run that did not sample; give one that did.")
         times = measured(folder, earlier, shape)
+    elif config.policy.offload == "all":
+        raise UserError(
+            "--simulate does not predict times with policy.offload=all; add --from with the folder "
+            "of a run."
+        )
     elif shape is not None:
         times = predicted(config, shape, plan)
     else:

@@ -98,7 +98,7 @@ def span_of(path: Path) -> tuple[int, int, int]:
     return rank, first, last
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Resumed:
     """Where a run continues, and so which trajectories are not sampled again."""
 
@@ -106,7 +106,7 @@ class Resumed:
     """Last step; -1: a new run."""
     validated: int
     """Last step whose validation is finished."""
-    first_open: int = 0
+    first_open: int
     """Groups before this one have all been used, whichever step they were planned for."""
     used: tuple[int, ...] = ()
     """Later ones that have been used, too."""

@@ -159,7 +159,8 @@ def _can_offload(policy: PolicyConfig) -> bool:
 def _phases(
     shape: ModelShape, policy: PolicyConfig, num_ranks: int, role: Role
 ) -> "list[tuple[PhaseMemory, ...]]":
-    """Of each stage of a pipeline, which two micro-batches for each stage keep busy."""
+    """Of each stage of a pipeline, with two micro-batches for each stage: more than 1F1B and
+    interleaved schedules hold at once; gpipe holds all of a step's."""
     from nemo_like.planning.memory import predict_memory
 
     stages = parallel_sizes(policy, num_ranks).pp

@@ -20,7 +20,7 @@ from nemo_like.planning.resources import ResourcePlan, engines_sleep
 PEAK_FLOPS = 989e12
 """Of an H100 or H200 in 16 bits, dense."""
 FLOAT32_FLOPS = 67e12
-"""In 32 bits, of which no run here measured how much products reach."""
+"""In 32 bits: the data sheet's number, which no run here has measured."""
 PRODUCTS_SHARE = 0.94
 """Of ``PEAK_FLOPS`` that matrix products reach in 16 bits."""
 BETWEEN_PRODUCTS_S = 0.667e-10
@@ -81,23 +81,21 @@ def predict_step(
     plan: ResourcePlan,
     tokens: RowTokens | None = None,
 ) -> list[PhaseTime]:
-    """Each phase; by default completions are as long as they may be, and prompts are left out.
-
-    With ``policy.offload=all`` it leaves out what goes over the bus at each micro-batch.
-    """
+    """Each phase; by default completions are as long as they may be, and prompts are left out."""
     policy, most = config.policy, config.generation.max_new_tokens
     tokens = tokens or RowTokens(completion=most, longest=most)
     row, prompt = tokens.prompt + tokens.completion, tokens.prompt
     if policy.batching == "shared":
         prompt /= config.loop.num_generations_per_prompt
     ranks, count = len(plan.policy), config.rows_per_step * (prompt + tokens.completion)
-    train_s = TRAIN_ROW_S * config.rows_per_step / ranks
     trained = config.rows_per_step * tokens.completion
-    train_s += train_seconds(policy, shape, ranks, count, row, trained)
-    logprob_passes = int(config.keeps_reference)
+    epochs, parts, logprob_passes = 1, 1, int(config.keeps_reference)
     if isinstance(config, PolicyGradientRunConfig):
-        train_s *= config.loop.num_epochs_per_batch
+        epochs, parts = config.loop.num_epochs_per_batch, config.loop.num_mini_batches
         logprob_passes += not config.reuses_logprobs
+    update_s = TRAIN_ROW_S * config.rows_per_step / ranks / parts
+    update_s += train_seconds(policy, shape, ranks, count / parts, row, trained / parts)
+    train_s = epochs * parts * update_s
     generation, products = config.generation, "matrix products"
     sleeps = engines_sleep(generation, plan)
     refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
@@ -107,7 +105,7 @@ def predict_step(
         PhaseTime(name="train", seconds=train_s, bound_by=products),
     ]
     if (transit_s := offload_seconds(policy, shape.num_parameters, ranks)) > 0:
-        by_bus = "moments to and from the host"
+        by_bus, transit_s = "moments to and from the host", epochs * parts * transit_s
         phases.append(PhaseTime(name="optimizer", seconds=transit_s, bound_by=by_bus))
     if logprob_passes:
         forward_s = logprob_passes * forward_seconds(policy, shape, ranks, count, row, trained)
@@ -185,22 +183,23 @@ def _compute_seconds(
 
 
 def _with_bubble(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> float:
-    """Time of a pipeline as a multiple of its stages' work: 1 + (p - 1) / (v m) with p ranks, v
-    stages each and m micro-batches (arXiv:2104.04473, section 2.2)."""
-    sizes = parallel_sizes(policy, num_ranks)
-    count = max(sizes.pp, math.ceil(num_tokens / sizes.dp / policy.micro_batch_tokens))
-    return 1 + (sizes.pp - 1) * sizes.pp / num_stages(policy.parallel) / count
+    """A pipeline's time over that of its work, 1 + (p - 1) / (v m): p ranks, v stages each, m
+    micro-batches (arXiv:2104.04473, section 2.2)."""
+    size, parallel = policy.parallel.pipeline_parallel_size, policy.parallel
+    count = max(size, _micro_batches(policy, num_ranks, num_tokens))
+    if parallel.pipeline_schedule == "interleaved":
+        count = math.ceil(count / size) * size
+    return 1 + (size - 1) * size / num_stages(parallel) / count
 
 
 def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> int:
-    return math.ceil(num_tokens / num_ranks / policy.micro_batch_tokens)
+    return math.ceil(num_tokens / parallel_sizes(policy, num_ranks).dp / policy.micro_batch_tokens)
 
 
 def _from_others(policy: PolicyConfig, shape: ModelShape, num_ranks: int) -> float:
-    """Parameters that each rank gets from others when layers are gathered; for FSDP and DDP."""
-    parallel = policy.parallel
-    num_shards = 1 if parallel.data_parallel == "ddp" else num_ranks // parallel.replicate_size
-    return shape.num_parameters * (1 - 1 / num_shards)
+    """Parameters that each rank gets from others when layers are gathered."""
+    sizes = parallel_sizes(policy, num_ranks)
+    return shape.num_parameters / (sizes.pp * sizes.tp) * (1 - 1 / (sizes.shard * sizes.cp))
 
 
 def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool) -> float:

@@ -55,7 +55,7 @@ class Trainer:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         torch.backends.cudnn.allow_tf32 = False  # as PyTorch has it for matrix products
         if config.batching == "padded":
-            torch.backends.cuda.enable_cudnn_sdp(False)  # See attention.py: it plans each new size.
+            torch.backends.cuda.enable_cudnn_sdp(False)  # It plans each new size: see attention.py.
         self.mesh = PolicyMesh(config, device.type)
         self._layout = InputLayout(
             batching=config.batching,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # traced, and code is compiled once, for changing sizes.
 _TRACED = (60, 64)
 _LONGEST = 96
-# Is compiled again.
+# A single row is compiled separately; so are long equal rows, when they first come.
 _ONE_ROW = (80,)
 
 

@@ -199,7 +199,12 @@ def to_result(result: Any) -> RewardResult:
 
 
 def _with_steps(result: Mapping[str, Any], given: Mapping[str, Any]) -> RewardResult:
-    steps = {str(name): _number("the reward of an answer", value) for name, value in given.items()}
+    steps: dict[str, float] = {}
+    for name, value in given.items():
+        try:
+            steps[str(name)] = _number("the reward of an answer", value)
+        except UserError as error:
+            raise UserError(f"{error}\n{name}") from error
     if "reward" in result:
         rest = to_result(result)
         if rest.reward is None:
