@@ -161,7 +161,7 @@ TRAINING = [
     ),
     *seen(trained, f"{_SCHEDULER}.min_lr_ratio=0.5", beside=f"{_SCHEDULER}.kind=linear"),
     *seen(trained, "policy.max_grad_norm=0.1", "policy.batching=padded"),
-    *seen(trained, "policy.micro_batch_tokens=40", "policy.micro_batch_size=1"),
+    *seen(trained, "policy.micro_batch_tokens=40", "policy.micro_batch_size=2"),
     *seen(trained, "policy.activation_checkpointing=full"),
     *seen(trained, "policy.activation_offload=true", beside=_GPU),
     *proven(
