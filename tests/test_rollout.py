@@ -148,7 +148,9 @@ def test_what_a_step_has_sampled_is_used_up():
     source, _ = source_of()
     source.next_batch(1)
     feed = source._feed
-    assert (feed.first_open, feed.used) == (feed.loader.num_drawn, ())
+    num_drawn = feed.loader.num_drawn
+    assert (feed.first_open, feed.used) == (num_drawn, ())
+    assert feed.state() == feed.loader.state() | {"first": num_drawn, "num_drawn": num_drawn}
 
 
 def test_engines_that_sleep_or_are_being_refitted_hold_no_version():

@@ -37,7 +37,9 @@ class PassesSection(Section):
     """Optimizer steps of the whole run, resumed parts included. None: those of ``num_epochs``."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
-        """Parts of a mixture have passes of their own."""
+        """Parts of a mixture have passes of their own; a pair stays together."""
+        if (run.policy.micro_batch_size or self.rows_per_unit) < self.rows_per_unit:
+            yield "policy.micro_batch_size=1 holds no pair of rows; use at least 2."
         if self.max_steps is None and run.data.mixes:
             yield (
                 f"{here}.max_steps=null: data.train is a mixture, whose parts end at different "
@@ -68,12 +70,6 @@ class PairPassesSection(PassesSection):
 
     num_pairs_per_step: Count = 32
     """Pairs of one optimizer step."""
-
-    def rules(self, here: str, run: Any) -> Iterator[str]:
-        """A pair stays together."""
-        yield from super().rules(here, run)
-        if run.policy.micro_batch_size == 1:
-            yield "policy.micro_batch_size=1 holds no pair of rows; use at least 2."
 
 
 class TextRunConfig(RunConfig):

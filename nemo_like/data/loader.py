@@ -55,6 +55,7 @@ class GroupFeed(Generic[T]):
         self._used = set[int]()
         """Numbers of used-up rows in these draws."""
         self._next = 0
+        """The number of the next row that is drawn for the first time."""
         self._again: deque[tuple[int, T]] = deque()
 
     def draw(self, count: int) -> list[tuple[int, T]]:

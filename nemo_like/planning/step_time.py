@@ -89,24 +89,23 @@ def predict_step(
         prompt /= config.loop.num_generations_per_prompt
     ranks, count = len(plan.policy), config.rows_per_step * (prompt + tokens.completion)
     trained = config.rows_per_step * tokens.completion
-    epochs, parts, logprob_passes = 1, 1, int(config.keeps_reference)
+    updates, parts, logprob_passes = 1, 1, int(config.keeps_reference)
     if isinstance(config, PolicyGradientRunConfig):
-        epochs, parts = config.loop.num_epochs_per_batch, config.loop.num_mini_batches
+        updates, parts = config.loop.num_updates, config.loop.num_mini_batches
         logprob_passes += not config.reuses_logprobs
     update_s = TRAIN_ROW_S * config.rows_per_step / ranks / parts
     update_s += train_seconds(policy, shape, ranks, count / parts, row, trained / parts)
-    train_s = epochs * parts * update_s
     generation, products = config.generation, "matrix products"
     sleeps = engines_sleep(generation, plan)
     refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
     phases = [
         _rollout(config, shape, plan, tokens),
         PhaseTime(name="refit", seconds=refit_s, bound_by="copies and calls"),
-        PhaseTime(name="train", seconds=train_s, bound_by=products),
+        PhaseTime(name="train", seconds=updates * update_s, bound_by=products),
     ]
     if (transit_s := offload_seconds(policy, shape.num_parameters, ranks)) > 0:
-        by_bus, transit_s = "moments to and from the host", epochs * parts * transit_s
-        phases.append(PhaseTime(name="optimizer", seconds=transit_s, bound_by=by_bus))
+        by_bus = "moments to and from the host"
+        phases.append(PhaseTime(name="optimizer", seconds=updates * transit_s, bound_by=by_bus))
     if logprob_passes:
         forward_s = logprob_passes * forward_seconds(policy, shape, ranks, count, row, trained)
         phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by=products))
@@ -185,11 +184,13 @@ def _compute_seconds(
 def _with_bubble(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> float:
     """A pipeline's time over that of its work, 1 + (p - 1) / (v m): p ranks, v stages each, m
     micro-batches (arXiv:2104.04473, section 2.2)."""
-    size, parallel = policy.parallel.pipeline_parallel_size, policy.parallel
+    parallel = policy.parallel
+    size = parallel.pipeline_parallel_size
+    per_rank = num_stages(parallel) // size
     count = max(size, _micro_batches(policy, num_ranks, num_tokens))
     if parallel.pipeline_schedule == "interleaved":
         count = math.ceil(count / size) * size
-    return 1 + (size - 1) * size / num_stages(parallel) / count
+    return 1 + (size - 1) / (per_rank * count)
 
 
 def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> int:

@@ -1,8 +1,8 @@
 """Attention over rows that lie end to end: each row sees itself only, and no mask is ever built.
 
 Registered with transformers under the name ``PACKED``; every model that takes its attention from
-there can use it. On a GPU in 16 bits it is a variable-length flash kernel; elsewhere attention
-alone works on padded rows, which costs B * T^2 instead of N^2 and keeps causal kernels.
+there can use it. On a GPU in 16 bits it is a variable-length flash kernel; elsewhere, and for long
+rows of equal length, it works on padded rows, which costs B * T^2 instead of N^2.
 
 Under context parallelism each rank holds N / cp of the tokens. Around attention, ranks trade: all
 heads of some tokens for some heads of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), so that any
