@@ -29,8 +29,8 @@ PACKED = "nemo_like_packed"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 # Equal rows of this length and more use PyTorch's dense kernel, cuDNN's on new GPUs: on an H100, a
 # training step of a 1.5B model on rows of 4096 tokens took 1.43 s with it, and 1.53 s with the
-# variable-length one. cuDNN plans each new number or length of rows for 0.1 s (attention-h200), which
-# costs more than short rows gain; a single row would be "equal" at any length.
+# variable-length one. cuDNN plans each new number or length of rows, for 0.1 s (attention-h200),
+# which costs more than short rows gain; a single row would be "equal" at any length.
 _DENSE_FROM = 2048
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
