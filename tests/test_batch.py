@@ -21,6 +21,7 @@ from nemo_like.config.run import ClusterConfig
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
 from nemo_like.planning.model_shape import attention_tokens
+from nemo_like.policy import attention
 from nemo_like.policy.attention import packed_attention, row_index
 from nemo_like.policy.inputs import InputLayout, InputShape
 from nemo_like.policy.remote_model import RemoteModel
@@ -385,6 +386,26 @@ def test_the_variable_length_kernel_sees_prompts_in_common():
     layout = shared_layout(batch)
     index = row_index(layout.lengths, batch.lengths, layout.place)
     check_kernel_of_gpu(index, int(layout.kept.sum()))
+
+
+def test_under_autocast_kernels_get_16_bits(monkeypatch):
+    """Queries and keys come in float32 then, for which GPUs have no variable-length kernel."""
+    kernel, seen = attention.scaled_dot_product_attention, []
+
+    def spy(*tensors, **options):
+        seen.extend(x.dtype for x in tensors)
+        return kernel(*tensors, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
+    q, k = torch.randn(1, 4, 17, 8), torch.randn(1, 2, 17, 8)
+    inputs = (q, k, k.bfloat16())
+    index = row_index(torch.tensor([5, 9, 3]))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, _ = packed_attention(torch.nn.Identity(), *inputs, None, **index)
+    assert seen == [torch.bfloat16] * 3
+    rounded = (x.bfloat16() for x in inputs)
+    expected, _ = packed_attention(torch.nn.Identity(), *rounded, None, **index)
+    assert torch.equal(actual, expected)
 
 
 def test_compiled_attention_pads_equal_rows_and_single_ones_without_another_compilation():

@@ -108,6 +108,9 @@ def packed_attention(
         assert others.get(name) is None, f"attention with {name} needs policy.batching=padded"
     # [N, H, D] from here on.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if torch.is_autocast_enabled(q.device.type):  # Rotated by float32 angles they are float32.
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
     if context_group is not None:
         from nemo_like.policy.parallel.collectives import heads_for_tokens
 
