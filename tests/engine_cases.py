@@ -146,6 +146,43 @@ def save_then_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any
     return step(trainer), parameters(trainer)
 
 
+def save_then_begin(model_path: str, config: dict[str, Any], folder: str | None) -> Any:
+    """A first step, after a checkpoint if there is a folder for it."""
+    trainer = make_trainer(model_path, config)
+    if folder is not None:
+        save_checkpoint(Path(folder), trainer)
+    return step(trainer), parameters(trainer)
+
+
+def in_two_parts(model_path: str, config: dict[str, Any]) -> Any:
+    """The gradient norm, and parameters after it, of a step whose rows come in two calls."""
+    trainer, rows = make_trainer(model_path, config), make_rows(preference=False)
+    for part in ([0, 1, 2], [3, 4, 5, 6, 7]):
+        bins = plan_micro_batches(
+            [LENGTHS[row] for row in part],
+            num_ranks=trainer.mesh.sizes.dp,
+            max_tokens=trainer.config.micro_batch_tokens,
+            **bins_for_pipeline(trainer.mesh.parallel),
+        ).bins[trainer.mesh.coordinate("dp")]
+        shares = [rows.select([part[i] for i in one]) if one else None for one in bins]
+        trainer.add(shares, make_loss("sft"), denominators(rows), TEMPERATURE)
+    return values(trainer.finish())["train/grad_norm"], parameters(trainer)
+
+
+def validated(model_path: str, config: dict[str, Any]) -> tuple[float, float]:
+    """The loss of all rows after one step, before and after weights leave the policy."""
+    trainer, rows = make_trainer(model_path, config), make_rows(preference=False)
+    step(trainer)
+    found = []
+    for _ in range(2):
+        measured = scoring.evaluate(
+            trainer, [rows], make_loss("sft"), denominators(rows), TEMPERATURE
+        )
+        found.append(values(measured)["train/loss"])
+        parameters(trainer)
+    return found[0], found[1]
+
+
 def load_and_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
     trainer = make_trainer(model_path, config)
     load_checkpoint(Path(folder), trainer)

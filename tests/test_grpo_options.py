@@ -61,6 +61,17 @@ def test_the_overlong_penalty_is_added_to_rewards_before_the_baseline():
     assert advantages(batch, "advantage.overlong_buffer_tokens=16") == [-0.25, 0.25]
 
 
+@pytest.mark.parametrize("masked", [0, 1])
+def test_a_trajectory_of_two_rows_counts_if_one_of_them_trains(masked):
+    """Rewards 1, 0 and 0, of which the first has two rows, whichever the engine saw otherwise."""
+    mismatches = [0.0] * 4
+    mismatches[masked] = 9.0
+    columns = {keys.MEAN_MISMATCHES: mismatches, keys.SIBLINGS: [0, 0, 1, 2], keys.TASKS: [0] * 4}
+    batch = batch_of([1, 1, 0, 0], [0] * 4, **columns)
+    found = advantages(batch, "mismatch.action=mask", "mismatch.max_mean_abs=0.2")
+    assert found == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
+
+
 def test_kl_in_the_reward_is_subtracted_before_the_baseline():
     batch = batch_of([1, 1], [0, 0], **{keys.REFERENCE_KL: [2.0, 1.0]})
     inside = ("loss.kl_coef=0.1", "loss.kl_in=reward", "loss.kl_estimator=k1")

@@ -332,6 +332,18 @@ def test_staleness_is_counted_from_the_version_that_trains_and_mismatch_of_fresh
     assert staleness(CONFIG, batch, 4) == {}
 
 
+def test_a_trajectory_without_completions_has_no_age():
+    """Its environment failed before it asked for one; it has no version, -1."""
+    config = CONFIG.replace(rollout=CONFIG.rollout.replace(max_lag=1))
+    batch = rows_of_versions(58, 57, -1)
+    batch.rows[keys.NUM_LOSS_TOKENS][2] = 0
+    found = values(staleness(config, batch, 58))  # pyright: ignore
+    assert (found["staleness/max"], found["staleness/mean"]) == (1, 0.5)
+    assert "staleness/share_2" not in found
+    batch.rows[keys.NUM_LOSS_TOKENS][:] = 0
+    assert staleness(config, batch, 58) == {}  # pyright: ignore
+
+
 def test_mismatch_is_measured_on_the_tokens_after_the_last_refit_alone():
     """Of 3 and 4 tokens, versions 2 2 3 and 1 3 3 3: the policy is at 3, and agrees to 0.5."""
     stop = FinishReason.stop

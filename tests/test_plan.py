@@ -18,7 +18,7 @@ import predicted
 from nemo_like.cli import main
 from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.compose.load import compose_config, compose_raw
-from nemo_like.config.optimizer import OptimizerConfig
+from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import resolve_model
@@ -32,6 +32,7 @@ from nemo_like.planning.model_shape import (
     read_model_shape,
     read_settings,
 )
+from nemo_like.planning.parameters import layer_adapters
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.planning.step_time import (
@@ -40,6 +41,7 @@ from nemo_like.planning.step_time import (
     ROLLOUT_S,
     SHARDS_BYTES_PER_S,
     forward_seconds,
+    offload_seconds,
     predict_step,
     train_seconds,
 )
@@ -839,8 +841,29 @@ def test_layers_are_gathered_once_a_micro_batch_and_pass_unless_they_stay_whole(
         return of(config, TINY, 2, 8192, 1024, 8192)
 
     once = 4 * TOTAL / 2 / SHARDS_BYTES_PER_S
-    for of, times in ((forward_seconds, 2), (train_seconds, 4)):
+    # Gradients, in training, go once, or once a micro-batch.
+    for of, times in ((forward_seconds, 2), (train_seconds, 4 + 1)):
         assert seconds(of, False) - seconds(of, True) == pytest.approx((times - 1) * once)
+
+
+def test_copies_step_on_all_parameters_and_add_up_gradients_once():
+    config = PolicyConfig(parallel=ParallelConfig(data_parallel="ddp"))
+    one, four = (train_seconds(config, TINY, n, 8192 * n, 1024, 8192 * n) for n in (1, 4))
+    assert four - one == pytest.approx(2 * 3 / 4 * 4 * TOTAL / SHARDS_BYTES_PER_S)
+    on_host = config.replace(offload="optimizer")
+    assert offload_seconds(on_host, TOTAL, 4) == offload_seconds(on_host, TOTAL, 1)
+
+
+def test_adapters_alone_have_gradients_that_travel():
+    """More shards gather as much of the frozen matrices; of adapters, gradients too."""
+    config = PolicyConfig(lora=LoraConfig(rank=4))
+    adapters = TINY.layers * layer_adapters(TINY, config.lora)
+
+    def moved(n):
+        return train_seconds(config, TINY, n, 8192 * n, 1024, 8192 * n)
+
+    expected = (2 * 4 * TOTAL + 4 * adapters) / 2 / SHARDS_BYTES_PER_S
+    assert moved(2) - moved(1) == pytest.approx(expected)
 
 
 def test_moments_on_the_host_take_no_time_of_the_passes():

@@ -84,6 +84,24 @@ def test_local_sgd_averages_every_so_many_steps_and_before_weights_leave(pool, f
     assert largest_difference(own0, out0) > 1e-6
 
 
+def test_what_local_sgd_validates_is_what_it_would_save(pool, four_layers):
+    (before, after), other = pool.run(
+        2, f"{CASES}:validated", four_layers(), ddp(average_every_steps=2)
+    )
+    assert before == after
+    assert other == (before, after)
+
+
+@pytest.mark.parametrize("name", [name for name, (ranks, _) in LAYOUTS.items() if ranks == 2])
+def test_a_step_whose_rows_come_in_two_calls_is_the_plain_one(name, pool, four_layers):
+    """With rollout.overlap: no call may forget the gradients of the one before."""
+    path = four_layers()
+    norm, expected = pool.run(1, f"{CASES}:in_two_parts", path, {})[0]
+    for found, after in pool.run(2, f"{CASES}:in_two_parts", path, {"parallel": LAYOUTS[name][1]}):
+        assert found == pytest.approx(norm, rel=1e-5)
+        assert largest_difference(after, expected) < TOLERANCE
+
+
 def test_float16_compression_rounds_gradients_by_no_more_than_it_must(pool, four_layers):
     path = four_layers()
     start = flat(pool.run(2, f"{CASES}:train", path, ddp() | DESCENT, 0)[0][1])

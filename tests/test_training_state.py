@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig
 from nemo_like.policy.state.loading import unused_tensors
-from tests.engine_cases import CASES, TOLERANCE, largest_difference, schedule
+from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference, schedule
 from tests.layouts import LAYOUTS
 
 LR = 3e-4
@@ -93,6 +93,30 @@ def test_a_checkpoint_of_any_layout_goes_on_in_one_process(name, tied, pool, fou
     assert_same(actual[0], expected[-1])
     # Ten steps, the first of which warms up: the second is the first of nine that fall to 0.
     assert actual[0][0]["train/lr"] == pytest.approx(LR * (1 - 1 / 9))
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_local_sgd_goes_on_as_it_resumes(moments, pool, four_layers, tmp_path):
+    """Moments of replicas differ: a checkpoint has those of one, and all go on with them."""
+    optimizer = {"optimizer": OptimizerConfig(lr=1e-3, moments=moments)}
+    config, folder = ddp(average_every_steps=4) | optimizer, str(tmp_path / "step_1")
+    straight = pool.run(2, f"{CASES}:save_then_go_on", four_layers(), config, folder)
+    resumed = pool.run(2, f"{CASES}:load_and_go_on", four_layers(), config, folder)
+    for (numbers, after), (expected, expected_after) in zip(resumed, straight, strict=True):
+        assert numbers == expected
+        assert largest_difference(after, expected_after) == 0
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "adafactor"])
+def test_a_checkpoint_before_the_first_step_changes_nothing(kind, pool, four_layers, tmp_path):
+    """A critic that warms up first, or an overflow, leaves an optimizer without a step."""
+    config = {"optimizer": OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.1)}
+    (expected, plain), (numbers, after) = (
+        pool.run(2, f"{CASES}:save_then_begin", four_layers(), config, folder)[0]
+        for folder in (None, str(tmp_path / "step_0"))
+    )
+    assert numbers == expected
+    assert largest_difference(after, plain) == 0
 
 
 @pytest.mark.parametrize("kind", ["sgd", "muon", "adafactor"])

@@ -42,7 +42,7 @@ class DDPConfig(Section):
     (arXiv:1905.13727)."""
     average_every_steps: Count = 1
     """Above 1: local SGD. Ranks step on their own gradients and average their parameters this
-    often, and before weights leave the policy (refit, checkpoint, export)."""
+    often, and before a validation and before weights leave the policy (checkpoint, export)."""
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """What local SGD, NCCL and PowerSGD's start ask for."""

@@ -14,7 +14,7 @@ from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
 from nemo_like.planning.activations import BYTES
 from nemo_like.planning.layout import num_stages, parallel_sizes
 from nemo_like.planning.model_shape import FLOAT32, MOST_SEQUENCES, ModelShape, engine_bytes
-from nemo_like.planning.parameters import moments_bytes
+from nemo_like.planning.parameters import layer_adapters, moments_bytes
 from nemo_like.planning.resources import ResourcePlan, engines_sleep
 
 PEAK_FLOPS = 989e12
@@ -127,7 +127,7 @@ def forward_seconds(
     gathered = _micro_batches(policy, num_ranks, num_tokens)
     if not policy.parallel.reshard_after_forward:
         gathered = 1
-    moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape, num_ranks)
+    moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape.num_parameters, num_ranks)
     compute_s = _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
     compute_s *= _with_bubble(policy, num_ranks, num_tokens)
     return compute_s / num_ranks + moved / SHARDS_BYTES_PER_S
@@ -146,14 +146,23 @@ def train_seconds(
     passes = (2 if policy.lora.rank else 3) + RECOMPUTED[policy.activation_checkpointing]
     passes *= _with_bubble(policy, num_ranks, num_tokens)
     compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
-    micro_batches = _micro_batches(policy, num_ranks, num_tokens)
-    gathered = 2 * micro_batches if policy.parallel.reshard_after_forward else 1
-    bytes_moved = gathered * BYTES[policy.dtype] + micro_batches * FLOAT32
-    moved = bytes_moved * _from_others(policy, shape, num_ranks)
-    state_s = MOMENT_S[policy.optimizer.moments] * shape.num_parameters
-    if policy.offload == "optimizer" or policy.lora.rank:
+    sizes = parallel_sizes(policy, num_ranks)
+    # What stays whole is gathered once, and its gradients travel once, like those of ddp.
+    stays = not policy.parallel.reshard_after_forward or policy.parallel.data_parallel == "ddp"
+    reduced = 1 if stays else _micro_batches(policy, num_ranks, num_tokens)
+    gathered = 1 if stays else 2 * reduced
+    trained, lora = shape.num_parameters, policy.lora
+    if lora.rank:
+        trained = shape.layers * layer_adapters(shape, lora)
+    moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape.num_parameters, num_ranks)
+    moved += reduced * FLOAT32 * _from_others(policy, trained, num_ranks)
+    # Copies add up their gradients, each sending and receiving all of its own.
+    of_rank = trained * sizes.replicate / num_ranks
+    moved += reduced * FLOAT32 * 2 * (1 - 1 / sizes.replicate) * of_rank
+    state_s = MOMENT_S[policy.optimizer.moments] * of_rank
+    if policy.offload == "optimizer" or lora.rank:
         state_s = 0.0
-    return (compute_s + state_s) / num_ranks + moved / SHARDS_BYTES_PER_S
+    return compute_s / num_ranks + state_s + moved / SHARDS_BYTES_PER_S
 
 
 def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int) -> float:
@@ -161,8 +170,9 @@ def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int)
     optimizer = policy.optimizer
     if policy.offload != "optimizer" or optimizer.kind != "adamw" or policy.lora.rank:
         return 0.0
-    moved_s = moments_bytes(optimizer.moments, num_parameters, 0) / OFFLOAD_BYTES_PER_S
-    return max(moved_s, MOMENT_S[optimizer.moments] * num_parameters) / num_ranks
+    of_rank = num_parameters * parallel_sizes(policy, num_ranks).replicate / num_ranks
+    moved_s = moments_bytes(optimizer.moments, of_rank, 0) / OFFLOAD_BYTES_PER_S
+    return max(moved_s, MOMENT_S[optimizer.moments] * of_rank)
 
 
 def _compute_seconds(
@@ -197,10 +207,10 @@ def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> i
     return math.ceil(num_tokens / parallel_sizes(policy, num_ranks).dp / policy.micro_batch_tokens)
 
 
-def _from_others(policy: PolicyConfig, shape: ModelShape, num_ranks: int) -> float:
-    """Parameters that each rank gets from others when layers are gathered."""
+def _from_others(policy: PolicyConfig, num_parameters: float, num_ranks: int) -> float:
+    """Of so many parameters, those that a rank gets from others when layers are gathered."""
     sizes = parallel_sizes(policy, num_ranks)
-    return shape.num_parameters / (sizes.pp * sizes.tp) * (1 - 1 / (sizes.shard * sizes.cp))
+    return num_parameters / (sizes.pp * sizes.tp) * (1 - 1 / (sizes.shard * sizes.cp))
 
 
 def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool) -> float:

@@ -6,16 +6,18 @@ each rank updates its shard; Muon and Adafactor (full_matrix.py) look at full ma
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -65,6 +67,19 @@ def make_schedulers(
         LambdaLR(optimizer, lambda step: lr_factor(step, config, max_steps))
         for optimizer in optimizers
     ]
+
+
+def make_state(model: Module, optimizers: Sequence[Optimizer], options: StateDictOptions) -> None:
+    """Give optimizers that have not stepped yet the state that a first step begins with: zeros.
+
+    Torch makes it by a step on gradients of zero, and counts that step.
+    """
+    if fresh := [one for one in optimizers if not one.state]:
+        get_optimizer_state_dict(model, optimizers, options=options)
+        for state in chain.from_iterable(one.state.values() for one in fresh):
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
 
 
 def step_with(optimizer: Optimizer, device: torch.device, *, on_host: bool) -> None:

@@ -52,6 +52,7 @@ def evaluate(
     denominators: Denominators,
     temperature: float,
 ) -> Metrics:
+    trainer.synchronize()  # What is measured is what a checkpoint would hold.
     with trainer.diagnostics.phase("evaluate"):
         outputs = _outputs(trainer, micro_batches, temperature, loss=loss)
     return merge([apply_loss(loss, output, batch, denominators)[1] for output, batch in outputs])

@@ -188,7 +188,7 @@ class Trainer:
         return metrics
 
     def _check_copies(self, tensors: Mapping[str, Tensor | None], what: str) -> None:
-        if not self._drifting:
+        if not self.mesh.drifts:
             self.diagnostics.check_copies(tensors, what)
 
     def num_parameters(self) -> int:
@@ -203,16 +203,14 @@ class Trainer:
             dist.all_reduce(total, group=pp)
         return int(total)
 
-    def synchronize(self) -> None:
-        """Make replicas equal before weights leave the policy."""
-        if self._drifting:
-            from nemo_like.policy.parallel.ddp import average_parameters
+    def synchronize(self, *, with_optimizers: bool = False) -> None:
+        """Make replicas equal before weights leave the policy, and optimizer state before that."""
+        if self.mesh.drifts:
+            from nemo_like.policy.parallel.ddp import adopt_state, average_parameters
 
-            average_parameters(self.parameters, self.mesh.group("replicate"))
-
-    @property
-    def _drifting(self) -> bool:
-        return self.mesh.ddp and self.mesh.parallel.ddp.average_every_steps > 1  # local SGD
+            average_parameters(self.parameters, group := self.mesh.group("replicate"))
+            if with_optimizers:
+                adopt_state(chain(*self.optimizers), group)
 
     def backward(
         self,
@@ -270,7 +268,7 @@ class Trainer:
         for scheduler in self.schedulers:
             scheduler.step()
         self.num_steps += 1
-        if self._drifting and self.num_steps % self.mesh.parallel.ddp.average_every_steps == 0:
+        if self.mesh.drifts and self.num_steps % self.mesh.parallel.ddp.average_every_steps == 0:
             self.synchronize()
 
     def score(

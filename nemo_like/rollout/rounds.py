@@ -119,11 +119,14 @@ def staleness(config: SamplingRunConfig, batch: RemoteBatch, weight_version: int
     if not config.max_lag:
         return {}
     rows = batch.rows
-    oldest = weight_version - rows[keys.WEIGHT_VERSIONS]
+    sampled = rows[keys.NUM_LOSS_TOKENS] > 0  # Others have no version.
+    oldest = (weight_version - rows[keys.WEIGHT_VERSIONS])[sampled]
     has_fresh = rows[keys.NEWEST_VERSIONS] == weight_version
     rows[keys.FRESH_FROM] = rows[keys.NUM_OLDER].where(has_fresh, rows[keys.NUM_LOSS_TOKENS])
     tokens = rows[keys.NUM_LOSS_TOKENS].double()
     mean = (weight_version - rows[keys.MEAN_VERSIONS]) * tokens
+    if not len(oldest):
+        return {}
     shares = torch.bincount(oldest.clamp(min=0)) / len(oldest)
     return {
         "staleness/max": Metric(int(oldest.max()), reduce=Reduce.max),

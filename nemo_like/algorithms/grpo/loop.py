@@ -118,7 +118,7 @@ def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
 def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     """Add row column ``advantages``, from rewards, penalties and KL, or ``step_advantages``.
 
-    A trajectory counts once in its group, and all of its rows have its advantage.
+    A trajectory counts once in its group if any of its rows does; all of them have its advantage.
     """
     rows, advantage = batch.rows, config.advantage
     first, trajectory = first_rows(rows)
@@ -138,7 +138,7 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     function: Callable[..., Tensor] = group_advantages
     if advantage.function is not None:
         function = ADVANTAGES.load("advantage.function", advantage.function)
-    groups, valid = rows[keys.GROUP_IDS][first], counted(batch, config)[first]
+    groups, valid = rows[keys.GROUP_IDS][first], total(counted(batch, config).long()) > 0
     tasks = rows[keys.TASKS][first] if advantage.per_task else torch.zeros_like(groups)
 
     def advantages_of(rewards: Tensor, valid: Tensor, of: Tensor | slice = slice(None)) -> Tensor:

@@ -1,13 +1,15 @@
 """Replicated data parallelism: DistributedDataParallel with hooks, or local SGD."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from nemo_like.config.policy import POWERSGD_START_STEP
 from nemo_like.policy.parallel.mesh import PolicyMesh
@@ -39,6 +41,16 @@ def wrap_ddp(model: nn.Module, mesh: PolicyMesh) -> DistributedDataParallel | No
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return ddp
+
+
+def adopt_state(optimizers: Iterable[Optimizer], group: dist.ProcessGroup | None) -> None:
+    """Take the state of the group's first rank: a checkpoint has one copy (local SGD)."""
+    if group is None:
+        return
+    for state in chain.from_iterable(one.state.values() for one in optimizers):
+        for value in state.values():
+            if isinstance(value, Tensor):
+                dist.broadcast(value, group=group, group_src=0)
 
 
 def average_parameters(

@@ -45,6 +45,11 @@ class PolicyMesh:
         return self._parameters["fsdp"]
 
     @property
+    def drifts(self) -> bool:
+        """Whether replicas differ between two averages (local SGD)."""
+        return self.ddp and self.parallel.ddp.average_every_steps > 1
+
+    @property
     def tp(self) -> DeviceMesh | None:
         return self._parameters["tp"] if self.sizes.tp > 1 else None
 

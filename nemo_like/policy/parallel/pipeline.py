@@ -1,7 +1,8 @@
 """Micro-batches through pipeline stages, on torch.distributed.pipelining's schedules."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ class Pipeline:
         # Outputs would be concatenated and kept, where torch cannot leave that out.
         known = "return_outputs" in inspect.signature(schedule.step).parameters
         options = {"return_outputs": False} if known else {}
-        schedule.step(*arguments, target=target, requests=RequestQueue(requests), **options)
+        with _gradients_set_aside(self._modules):
+            schedule.step(*arguments, target=target, requests=RequestQueue(requests), **options)
 
     @torch.no_grad()
     def score(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
@@ -159,6 +161,19 @@ class Pipeline:
     def _neighbour(self, step: int) -> int:
         size = dist.get_world_size(self._group)
         return dist.get_global_rank(self._group, (self._rank + step) % size)
+
+
+@contextmanager
+def _gradients_set_aside(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Add those of earlier calls to new ones: the first step of a schedule forgets them."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    earlier = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, gradient in zip(parameters, earlier, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 class AbsentLayer(nn.Module):

@@ -27,6 +27,7 @@ from nemo_like.models.build import Architecture, architecture, model_class
 from nemo_like.models.naming import is_adapter, plain_name
 from nemo_like.policy.gradients import LossScale
 from nemo_like.policy.model import LogprobModel
+from nemo_like.policy.optim import make_state
 from nemo_like.policy.parallel.full_tensors import full_tensor, full_tensors
 from nemo_like.policy.state.checkpoint_files import read_sections, write_sections
 from nemo_like.policy.state.files import readable_as_usual, told_as, writing_folder
@@ -81,7 +82,7 @@ def state_bytes(trainer: "Trainer") -> int:
 
 
 def save_checkpoint(folder: Path, trainer: "Trainer") -> None:
-    trainer.synchronize()
+    trainer.synchronize(with_optimizers=True)
     with told_as(RunError, str(folder)):
         write_sections(folder, _joined(trainer, _stage_states(trainer)))
 
@@ -204,6 +205,8 @@ def _options(trainer: "Trainer") -> StateDictOptions:
 
 def _stage_states(trainer: "Trainer") -> list[_StageState]:
     options = _options(trainer)
+    for stage, optimizers in zip(trainer.stages, trainer.optimizers, strict=True):
+        make_state(stage, optimizers, options)
     return [
         (stage, optimizers, *get_state_dict(stage, optimizers, options=options))
         for stage, optimizers in zip(trainer.stages, trainer.optimizers, strict=True)
