@@ -43,6 +43,8 @@ def test_the_latest_is_the_greatest_complete_number(tmp_path, caplog):
     assert path.name == "step_10"
     assert state.loader == {"position": 10}
     assert "writing_step_12 was not finished" in caplog.text
+    assert not (checkpoints.folder / "writing_step_12").exists()
+    assert (checkpoints.folder / "step_012").exists()
 
 
 @pytest.mark.parametrize(
@@ -242,3 +244,4 @@ def test_a_removal_that_was_cut_short_does_not_stop_later_saves(tmp_path, caplog
     save(checkpoints, 3)
     assert checkpoints.latest()[1].step == 3
     assert "deleting_step_1 was not finished" in caplog.text
+    assert not half_deleted.exists()

@@ -235,6 +235,15 @@ def test_first_steps_may_differ_by_rounding_and_later_ones_by_what_is_configured
                 assert refused(check, {f"mismatch/{name}": Metric(bad)})
 
 
+def test_a_replayed_run_that_differs_is_not_blamed_on_the_refit():
+    """No engine computes anything there."""
+    config = small_config("never-made")
+    config = config.replace(generation=config.generation.replace(backend="replay"))
+    with pytest.raises(RunError, match="This policy is not that of the recorded run") as error:
+        mismatch_check(config, 1)({"mismatch/mean_abs": Metric(1.0)})
+    assert "refit" not in str(error.value)
+
+
 def test_a_mismatch_above_its_limit_or_that_is_no_number_is_said(caplog):
     config = small_config("never-made", "mismatch.max_mean_abs=0.5")
     for number in (0.5, 0.51, math.nan):

@@ -625,9 +625,15 @@ def test_the_plan_of_the_default_config(capsys):
     assert found[1].startswith("Policy      1 rank(s) = pp 1 x replicate 1 x shard 1 x cp 1 x tp 1")
     text = "\n".join(found)
     assert "16 prompts x 8 completions = 128 rows a step" in text
-    assert "about 1 micro-batch(es) a rank" in text  # 128 x 64 tokens are 8192
+    assert "about 2 micro-batch(es) a rank" in text  # 128 x 64 tokens are 8192, without prompts
     assert found[-1].startswith("peak: 0.2")
     assert found[-1].endswith("GiB (train)")
+
+
+def test_activations_that_travel_to_the_host_are_not_called_free(capsys):
+    on_gpus = ("cluster.gpus_per_node=1", "policy.activation_offload=true")
+    text = "\n".join(lines(capsys, *on_gpus))
+    assert "of a step is not predicted with policy.activation_offload=true" in text
 
 
 def test_the_plan_of_tensor_parallel_ranks_names_each_bundle(capsys):

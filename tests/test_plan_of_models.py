@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_like.algorithms.distillation.config import DistillationConfig
+from nemo_like.algorithms.grpo.config import GRPOConfig
+from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.cli import main
 from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
@@ -14,6 +17,7 @@ from nemo_like.planning.model_shape import GIB, ModelShape, Role, read_model_sha
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup
 from tests.key_steps import TEMPERATURE, alone, sum_of_squares
+from tests.small_runs import accept
 from tests.three_steps import denominators, make_rows
 
 
@@ -119,7 +123,7 @@ def total(text, title):
 def test_the_plan_has_every_model_and_their_sum_where_they_share_bundles(capsys):
     ppo = plan_lines(capsys, "ppo")
     assert total(ppo, "of a critic rank, embedded") < total(ppo, "of a policy rank")
-    assert "together: 0.212 GiB in the policy's train, beside what lasts of the critic" in ppo
+    assert "together: 0.214 GiB in the policy's train, beside what lasts of the critic" in ppo
     taught = plan_lines(capsys, "distillation", "teacher.model=embedded")
     assert total(taught, "of a teacher rank, embedded") < 0.2 * total(taught, "of a policy rank")
     assert "beside what lasts of the teacher" in taught
@@ -151,6 +155,13 @@ def test_a_student_has_shares_beside_logits_and_a_critic_has_neither():
         return {phase.name: round(phase.parts["logits"] * GIB) for phase in phases[1:3]}
 
     # Backwards: logits and shares in float32, and shares in 16 bits, of a chunk of 10.
-    assert logits(config, many_ids=True)["train"] == (4 + 4 + 2) * 10 * 1000
+    assert logits(config, holds_shares=True)["train"] == (4 + 4 + 2) * 10 * 1000
     assert logits(config)["train"] == 2 * 4 * 10 * 1000  # two chunks' logits forwards are more
     assert logits(config, scalar_head=True) == {"values": 0, "train": 0}
+
+
+def test_entropies_that_train_and_students_hold_shares():
+    assert accept(GRPOConfig, loss={"entropy_coef": 0.01}).holds_shares
+    assert not accept(GRPOConfig).holds_shares
+    assert accept(DistillationConfig, teacher={"model": "embedded"}).holds_shares
+    assert not accept(SFTConfig).holds_shares

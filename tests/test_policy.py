@@ -25,6 +25,7 @@ from nemo_like.distributed.waiting import wait_together
 from nemo_like.errors import RunError, WaitTimeoutError
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.observe.metrics import values
+from nemo_like.planning.model_shape import Role
 from nemo_like.planning.resources import plan_resources
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.policy.worker import PolicyWorker
@@ -53,7 +54,7 @@ def make_policy(
             model_path=model_path,
             temperature=TEMPERATURE,
             max_steps=10,
-            with_reference=with_reference,
+            role=Role(with_reference=with_reference),
         )
         try:
             policy.start()

@@ -107,6 +107,11 @@ def mismatch_check(config: SamplingRunConfig, num_made: int) -> MismatchCheck:
             "Self-check failed: either the refit is wrong or the engine computes this model in "
             "another way; mismatch.action=ignore goes on regardless."
         )
+        if config.generation.backend == "replay":
+            remedy = (
+                "This policy is not that of the recorded run; temperature, sizes, seed, lag, loss "
+                "and optimizer must be the same (mismatch.action=ignore trains on regardless)."
+            )
         limits.append(MismatchLimit("mismatch/mean_abs", usual_mean_mismatch(config), remedy))
         if not config.generation.samples_in_8_bits:
             limit = MAX_MISMATCH[config.policy.dtype]

@@ -118,6 +118,11 @@ def compose_raw(
     store_schema(schema, folders)
     check_overrides(overrides, schema)
     if path := plain_file(folders, config_name):
+        if preset := next((one for one in overrides if one.startswith("model=")), None):
+            raise UserError(
+                f"{preset} chooses a preset of a shipped configuration, and the file given has "
+                f"none; set policy.{preset}, and by their own keys what else should differ."
+            )
         values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         values["defaults"] = [f"{registry.name_of(schema)}{registry.SUFFIX}", "_self_"]
         config_name = "a_file_without_defaults"

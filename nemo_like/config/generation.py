@@ -69,8 +69,11 @@ def _refused_by_vllm(given: Mapping[str, Any]) -> Iterator[str]:
 def _refused_by_replay(given: Mapping[str, Any]) -> Iterator[str]:
     for key in given.keys() - {"folder"}:
         yield f"{_ARGUMENTS}.{key} has no effect on {_KEY}=replay, which takes folder; remove it."
-    if not Path(str(given.get("folder", ""))).is_absolute():
-        yield f"{_KEY}=replay needs {_ARGUMENTS}.folder; set it to the absolute path of a run."
+    if not Path(folder := str(given.get("folder", ""))).is_absolute():
+        yield (
+            f"{_KEY}=replay needs the absolute path of a run in {_ARGUMENTS}.folder, and it is "
+            f"{folder or 'not set'}; set it."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,6 +201,11 @@ class RunConfig(Section):
         return False
 
     @property
+    def holds_shares(self) -> bool:
+        """Whether backward passes hold probabilities of the vocabulary as well as logits."""
+        return False
+
+    @property
     def metric_areas(self) -> tuple[str, ...]:
         """Beginnings of the names of metrics that each step measures."""
         return ("train/",)

@@ -266,3 +266,7 @@ class PolicyGradientRunConfig(SamplingRunConfig):
     @property
     def keeps_reference(self) -> bool:
         return self.loss.kl_coef > 0
+
+    @property
+    def holds_shares(self) -> bool:
+        return self.loss.entropy_coef > 0

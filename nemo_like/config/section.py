@@ -153,7 +153,7 @@ def check_sections(run: Section, unused: Sequence[tuple[str, str]] = ()) -> None
 
     ``unused``: keys or sections that do nothing in this kind of run, and why.
     """
-    for key, value in _leaves(run):
+    for key, value in leaves(run):
         _check_value(key, value)
     for key, door, spec in named_outside(run):
         if refusal := door.refusal(key, spec):
@@ -222,14 +222,15 @@ def _sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Section
             yield from _sections(inner, f"{here}.")
 
 
-def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with a value of its own, in named sections too, and that value."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         elif inner := _named(value):
             for entry, one in inner:
-                yield from _leaves(one, f"{prefix}{name}.{entry}.")
+                yield from leaves(one, f"{prefix}{name}.{entry}.")
         else:
             yield f"{prefix}{name}", value
 

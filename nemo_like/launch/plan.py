@@ -99,7 +99,7 @@ def simulated_lines(
 
     Raises UserError for configurations that do not both sample and train.
     """
-    from nemo_like.launch.plan_lag import lag_lines, measured, predicted
+    from nemo_like.launch.plan_lag import lag_lines, measured, others_than, predicted
 
     plan = plan_run(config)
     if not (isinstance(config, SamplingRunConfig) and config.trains):
@@ -114,11 +114,15 @@ def simulated_lines(
     if folder is not None:
         if not isinstance(earlier, SamplingRunConfig):
             raise UserError(f"--from={folder} is a run that did not sample; give one that did.")
+        if type(earlier) is not type(config) or plan_run(earlier).uses_gpus != plan.uses_gpus:
+            raise UserError(
+                f"--from={folder} is a run of another algorithm, or one on CPUs for a plan of GPUs "
+                "or the other way round, whose times say nothing of this one; leave --from out."
+            )
         times = measured(folder, earlier, shape)
-    elif config.policy.offload == "all":
+    elif key := _unpredicted(config):
         raise UserError(
-            "--simulate does not predict times with policy.offload=all; add --from with the folder "
-            "of a run."
+            f"--simulate does not predict times with {key}; add --from with the folder of a run."
         )
     elif shape is not None:
         times = predicted(config, shape, plan)
@@ -129,6 +133,9 @@ def simulated_lines(
         )
     yield ""
     yield from lag_lines(config, times, plan)
+    others = others_than(config, earlier) if isinstance(earlier, SamplingRunConfig) else []
+    if others:
+        yield f"Not in these times are {', '.join(others)}, which {folder} had other values of."
 
 
 def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:
@@ -202,9 +209,16 @@ def _batch(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
     )
 
 
-def _times(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> Iterator[str]:
+def _unpredicted(config: SamplingRunConfig) -> str:
+    """What moves so much to the host and back that times by arithmetic are far off; or ""."""
     if config.policy.offload == "all":
-        yield "Time        of a step is not predicted with policy.offload=all"
+        return "policy.offload=all"
+    return "policy.activation_offload=true" if config.policy.activation_offload else ""
+
+
+def _times(config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan) -> Iterator[str]:
+    if key := _unpredicted(config):
+        yield f"Time        of a step is not predicted with {key}"
         return
     phases = predict_step(config, shape, plan)
     total = sum(phase.seconds for phase in phases)

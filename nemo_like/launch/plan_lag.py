@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
+from nemo_like.config.section import leaves
 from nemo_like.errors import UserError
 from nemo_like.launch.plan_memory import table
 from nemo_like.launch.simulation import Outcome, Workload, log_normal, simulate
@@ -23,6 +24,8 @@ from nemo_like.planning.step_time import (
     row_seconds,
 )
 
+_NOT_IN_TIMES = ("run.", "cluster.", "rollout.", "data.", "logging.", "checkpoint.", "validation.")
+"""Keys that the simulation reads, or that it leaves out."""
 _LAGS = (0, 1, 2, 4)
 _SIZES = (8, 64, 512, 4096)
 _NEARLY_BEST = 0.97
@@ -258,6 +261,16 @@ class Planner:
         while sampling and (workers - sampling) % self._unit:
             sampling -= tp
         return [self.outcome(workers, sampling, best.lag)] if sampling else []
+
+
+def others_than(config: SamplingRunConfig, earlier: SamplingRunConfig) -> list[str]:
+    """Keys that have other values in the run whose times are taken, and may change them."""
+    sizes = ("num_prompts_per_step", "num_generations_per_prompt", "max_steps")
+    taken = (*_NOT_IN_TIMES, *(f"{config.section}.{size}" for size in sizes))
+    then = dict(leaves(earlier))
+    return [
+        key for key, value in leaves(config) if then.get(key) != value and not key.startswith(taken)
+    ]
 
 
 def lag_lines(config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> Iterator[str]:

@@ -64,7 +64,7 @@ def predict_models(config: RunConfig, plan: ResourcePlan, folder: Path) -> _Pred
     role = Role(
         scalar_head=isinstance(config, RewardModelConfig),
         with_reference=config.keeps_reference,
-        many_ids=distills,
+        holds_shares=config.holds_shares,
     )
     sizes = parallel_sizes(config.policy, len(plan.policy))
     shape = read_model_shape(folder)
@@ -214,9 +214,9 @@ def _phase_table(phases: Sequence[PhaseMemory]) -> Iterator[str]:
 
 
 def micro_batches(config: RunConfig, sizes: ParallelSizes) -> int:
-    """Micro-batches of one rank if every row is as long as it may be, without prompts."""
-    policy = config.policy
-    fitting = policy.micro_batch_tokens // longest_row(config)
+    """Micro-batches of one rank if every row is as long as it may be, with prompts of a token."""
+    policy, prompt = config.policy, int(isinstance(config, SamplingRunConfig))
+    fitting = max(1, policy.micro_batch_tokens // (longest_row(config) + prompt))
     rows = math.ceil(config.rows_per_step / sizes.dp)
     return math.ceil(rows / min(fitting, policy.micro_batch_size or fitting))
 

@@ -74,8 +74,9 @@ class Role:
     """Critics and reward models have one number a token in place of a vocabulary."""
     with_reference: bool = False
     """A frozen copy stays in memory too. (With adapters, it is the model itself.)"""
-    many_ids: bool = False
-    """A student's logprobs are of many ids per token: backward holds shares as well as logits."""
+    holds_shares: bool = False
+    """A student's logprobs are of many ids per token, or entropies train: backward passes hold
+    shares as well as logits."""
 
 
 def read_settings(model_folder: Path) -> dict[str, Any]:

@@ -107,10 +107,7 @@ def packed_attention(
     for name in _UNSUPPORTED:
         assert others.get(name) is None, f"attention with {name} needs policy.batching=padded"
     # [N, H, D] from here on.
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if torch.is_autocast_enabled(q.device.type):  # Rotated by float32 angles they are float32.
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) for x in (q, k, v))
+    q, k, v = (_as_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
     if context_group is not None:
         from nemo_like.policy.parallel.collectives import heads_for_tokens
 
@@ -133,6 +130,12 @@ def packed_attention(
 
         out = tokens_for_heads(out, context_group)
     return out[None], None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """In autocast's dtype: what float32 angles rotate is float32, and is no longer cast below."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, skipped: Tensor | None, scale: float | None) -> Tensor:

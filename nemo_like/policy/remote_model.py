@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LEARNER = Role()
+
 
 class RemoteModel:
     """A model on its ranks: batches go out by reference, metrics come back."""
@@ -51,17 +53,17 @@ class RemoteModel:
         model_path: str,
         max_steps: int,
         temperature: float = 1.0,
-        with_reference: bool = False,
         output: Output = "logprobs",
-        trains: bool = True,
+        role: Role = _LEARNER,
     ) -> None:
-        """``temperature``: of logprobs. ``trains`` False: a frozen model, without an optimizer."""
+        """``temperature``: of logprobs."""
         self.config = config
         self.temperature = temperature
         self.weight_version = 0
         self.gpu_neighbours = Neighbours()
         """What else takes memory of its GPUs; known before ``start``."""
         self._start_timeout_s = cluster_config.start_timeout_s
+        self._role = replace(role, scalar_head=output != "logprobs")
         self._attention_tokens = attention_tokens(Path(model_path))
         self._save_timeout_s = 4 * cluster_config.call_timeout_s
         self.group = group
@@ -69,9 +71,9 @@ class RemoteModel:
             config=config,
             model_path=model_path,
             max_steps=max_steps,
-            with_reference=with_reference,
+            with_reference=role.with_reference,
             output=output,
-            trains=trains,
+            trains=role.trains,
             log_dir=group.contexts[0].log_dir,
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
             # Ranks wait for each other in a save, too; it is the driver's limit that counts.
@@ -127,15 +129,6 @@ class RemoteModel:
             )
         except UserError:
             return None
-
-    @property
-    def _role(self) -> Role:
-        setup = self._setup
-        return Role(
-            trains=setup.trains,
-            scalar_head=setup.output != "logprobs",
-            with_reference=setup.with_reference,
-        )
 
     def logprobs(
         self, batch: RemoteBatch, *, with_policy: bool = True, kl: KLEstimator | None = None

@@ -92,11 +92,15 @@ class Checkpoints:
         return final
 
     def latest(self) -> tuple[Path, DriverState] | None:
-        """The newest checkpoint, as ``open_checkpoint`` reads it; None if there is none."""
+        """The newest checkpoint, as ``open_checkpoint`` reads it; None if there is none.
+
+        What an earlier execution left half written or half removed goes first.
+        """
         from nemo_like.run.continued import open_checkpoint
 
         for leftover in sorted(self.folder.glob("*ing_step_*")):
-            logger.warning("%s was not finished and is ignored", leftover)
+            logger.warning("%s was not finished when the run ended; it is removed.", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         steps = self.steps()
         if not steps:
             records = self.folder.parent / "metrics.jsonl"

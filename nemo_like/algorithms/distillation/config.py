@@ -38,6 +38,10 @@ class DistillationConfig(SamplingRunConfig):
                 "a gap could spoil; use warn or stop."
             )
 
+    @property
+    def holds_shares(self) -> bool:
+        return True
+
     def other_models(self) -> Iterator[tuple[str, str]]:
         yield "teacher.model", str(self.teacher.model)
 
@@ -62,6 +66,10 @@ class OffPolicyDistillationConfig(TextRunConfig):
     def rules(self, here: str, run: Any) -> Iterator[str]:
         yield from super().rules(here, run)
         yield from _teacher_rules(self)
+
+    @property
+    def holds_shares(self) -> bool:
+        return True
 
     def other_models(self) -> Iterator[tuple[str, str]]:
         yield "teacher.model", str(self.teacher.model)

@@ -173,7 +173,7 @@ def start_teacher(
         model_path=model_path,
         temperature=student.temperature,
         max_steps=1,
-        trains=False,
+        role=Role(trains=False),
     )
     with session.run.start_phase("teacher"):
         session.check_folders()
