@@ -609,12 +609,8 @@ def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, mo
         ("vllm", "{gpu_memory_utilization: high}", "must be a number above 0 and at most 1"),
         ("vllm", "{trust_remote_code: true}", "trust_remote_code follows from the rest"),
         ("replay", "{folder: /a, b: 1}", "engine_kwargs.b has no effect on"),
-        (
-            "replay",
-            "{folder: a}",
-            "needs the absolute path of a run in generation.engine_kwargs.folder",
-        ),
-        ("replay", "{}", "engine_kwargs.folder, and it is not set; set it"),
+        ("replay", "{folder: a}", "engine_kwargs.folder=a must be the absolute path of a run"),
+        ("replay", "{}", "engine_kwargs.folder=null must be the absolute path of a run"),
     ],
 )
 def test_arguments_of_an_engine_are_looked_at_before_it_starts(backend, kwargs, message):

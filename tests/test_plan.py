@@ -32,7 +32,6 @@ from nemo_like.planning.model_shape import (
     read_model_shape,
     read_settings,
 )
-from nemo_like.planning.parameters import layer_adapters
 from nemo_like.planning.placement import check_model_fits
 from nemo_like.planning.resources import plan_run
 from nemo_like.planning.step_time import (
@@ -860,16 +859,19 @@ def test_copies_step_on_all_parameters_and_add_up_gradients_once():
     assert offload_seconds(on_host, TOTAL, 4) == offload_seconds(on_host, TOTAL, 1)
 
 
-def test_adapters_alone_have_gradients_that_travel():
-    """More shards gather as much of the frozen matrices; of adapters, gradients too."""
-    config = PolicyConfig(lora=LoraConfig(rank=4))
-    adapters = TINY.layers * layer_adapters(TINY, config.lora)
+def test_gradients_of_frozen_matrices_do_not_travel():
+    config = PolicyConfig(lora=LoraConfig(rank=4, targets=["of_another_kind"]))
+    one, two = (train_seconds(config, TINY, n, 8192 * n, 1024, 8192 * n) for n in (1, 2))
+    assert two - one == pytest.approx(2 * 4 * TOTAL / 2 / SHARDS_BYTES_PER_S)
 
-    def moved(n):
-        return train_seconds(config, TINY, n, 8192 * n, 1024, 8192 * n)
 
-    expected = (2 * 4 * TOTAL + 4 * adapters) / 2 / SHARDS_BYTES_PER_S
-    assert moved(2) - moved(1) == pytest.approx(expected)
+def test_a_pipeline_gathers_and_reduces_once_a_step():
+    """It does either way, whatever the micro-batches."""
+    stays, goes = (
+        train_seconds(policy(pp=2, reshard_after_forward=one), TINY, 4, 32768, 1024, 32768)
+        for one in (False, True)
+    )
+    assert stays == goes
 
 
 def test_moments_on_the_host_take_no_time_of_the_passes():

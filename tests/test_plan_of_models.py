@@ -155,13 +155,13 @@ def test_a_student_has_shares_beside_logits_and_a_critic_has_neither():
         return {phase.name: round(phase.parts["logits"] * GIB) for phase in phases[1:3]}
 
     # Backwards: logits and shares in float32, and shares in 16 bits, of a chunk of 10.
-    assert logits(config, holds_shares=True)["train"] == (4 + 4 + 2) * 10 * 1000
+    assert logits(config, keeps_probabilities=True)["train"] == (4 + 4 + 2) * 10 * 1000
     assert logits(config)["train"] == 2 * 4 * 10 * 1000  # two chunks' logits forwards are more
     assert logits(config, scalar_head=True) == {"values": 0, "train": 0}
 
 
 def test_entropies_that_train_and_students_hold_shares():
-    assert accept(GRPOConfig, loss={"entropy_coef": 0.01}).holds_shares
-    assert not accept(GRPOConfig).holds_shares
-    assert accept(DistillationConfig, teacher={"model": "embedded"}).holds_shares
-    assert not accept(SFTConfig).holds_shares
+    assert accept(GRPOConfig, loss={"entropy_coef": 0.01}).keeps_probabilities
+    assert not accept(GRPOConfig).keeps_probabilities
+    assert accept(DistillationConfig, teacher={"model": "embedded"}).keeps_probabilities
+    assert not accept(SFTConfig).keeps_probabilities

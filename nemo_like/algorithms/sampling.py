@@ -32,7 +32,7 @@ from nemo_like.generation.worker import Generation
 from nemo_like.models.resolve import context_for
 from nemo_like.observe.metrics import Metrics
 from nemo_like.observe.trajectory_files import Resumed
-from nemo_like.planning.model_shape import Role
+from nemo_like.planning.model_shape import role_of
 from nemo_like.planning.offload import Neighbours
 from nemo_like.planning.resources import ResourcePlan
 from nemo_like.policy.remote_model import RemoteModel
@@ -118,7 +118,7 @@ def start_sampling(
         model_path=path,
         temperature=config.generation.temperature,
         max_steps=config.max_updates,
-        role=Role(with_reference=config.keeps_reference, holds_shares=config.holds_shares),
+        role=role_of(config),
     )
     assert session.rollout_group is not None
     generation = Generation(session.rollout_group)

@@ -20,7 +20,7 @@ from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
 from nemo_like.models.resolve import context_length
 from nemo_like.observe.metrics import Metric, Metrics, Reduce
-from nemo_like.planning.model_shape import Role
+from nemo_like.planning.model_shape import role_of
 from nemo_like.planning.offload import Neighbours
 from nemo_like.policy.remote_model import RemoteModel
 
@@ -122,7 +122,7 @@ def start_texts(
         max_steps=max_steps,
         output=output,
         temperature=temperature,
-        role=Role(with_reference=config.keeps_reference, holds_shares=config.holds_shares),
+        role=role_of(config),
     )
     policy.gpu_neighbours = neighbours or Neighbours()
     with run.start_phase("workers"):

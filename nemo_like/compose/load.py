@@ -120,8 +120,8 @@ def compose_raw(
     if path := plain_file(folders, config_name):
         if preset := next((one for one in overrides if one.startswith("model=")), None):
             raise UserError(
-                f"{preset} chooses a preset of a shipped configuration, and the file given has "
-                f"none; set policy.{preset}, and by their own keys what else should differ."
+                f"{preset} chooses a preset, which the file given does not use; leave it out, and "
+                "set policy.model and the other keys that you want to change."
             )
         values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         values["defaults"] = [f"{registry.name_of(schema)}{registry.SUFFIX}", "_self_"]

@@ -71,8 +71,8 @@ def _refused_by_replay(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_ARGUMENTS}.{key} has no effect on {_KEY}=replay, which takes folder; remove it."
     if not Path(folder := str(given.get("folder", ""))).is_absolute():
         yield (
-            f"{_KEY}=replay needs the absolute path of a run in {_ARGUMENTS}.folder, and it is "
-            f"{folder or 'not set'}; set it."
+            f"{_ARGUMENTS}.folder={folder or 'null'} must be the absolute path of a run, which "
+            f"{_KEY}=replay replays."
         )
 
 

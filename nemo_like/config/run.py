@@ -201,7 +201,7 @@ class RunConfig(Section):
         return False
 
     @property
-    def holds_shares(self) -> bool:
+    def keeps_probabilities(self) -> bool:
         """Whether backward passes hold probabilities of the vocabulary as well as logits."""
         return False
 

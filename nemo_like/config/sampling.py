@@ -268,5 +268,5 @@ class PolicyGradientRunConfig(SamplingRunConfig):
         return self.loss.kl_coef > 0
 
     @property
-    def holds_shares(self) -> bool:
+    def keeps_probabilities(self) -> bool:
         return self.loss.entropy_coef > 0

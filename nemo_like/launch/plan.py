@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_like.algorithms.eval.config import EvalConfig
+from nemo_like.compose import registry
 from nemo_like.compose.files import is_name
 from nemo_like.compose.load import compose_raw
 from nemo_like.config.model_files import set_trust
@@ -114,11 +115,7 @@ def simulated_lines(
     if folder is not None:
         if not isinstance(earlier, SamplingRunConfig):
             raise UserError(f"--from={folder} is a run that did not sample; give one that did.")
-        if type(earlier) is not type(config) or plan_run(earlier).uses_gpus != plan.uses_gpus:
-            raise UserError(
-                f"--from={folder} is a run of another algorithm, or one on CPUs for a plan of GPUs "
-                "or the other way round, whose times say nothing of this one; leave --from out."
-            )
+        _refuse_unlike(config, earlier, folder)
         times = measured(folder, earlier, shape)
     elif key := _unpredicted(config):
         raise UserError(
@@ -135,7 +132,23 @@ def simulated_lines(
     yield from lag_lines(config, times, plan)
     others = others_than(config, earlier) if isinstance(earlier, SamplingRunConfig) else []
     if others:
-        yield f"Not in these times are {', '.join(others)}, which {folder} had other values of."
+        yield f"The times are of {folder}, which ran with other values of {', '.join(others)}."
+
+
+def _refuse_unlike(config: RunConfig, earlier: RunConfig, folder: Path) -> None:
+    """Raise UserError where times of the ``earlier`` run say nothing of this one."""
+    if type(earlier) is not type(config):
+        raise UserError(
+            f"--from={folder} ran {registry.name_of(type(earlier))}, and the plan is for "
+            f"{registry.name_of(type(config))}; give a run of the same algorithm, or leave --from "
+            "out."
+        )
+    ran, planned = ("GPUs" if plan_run(one).uses_gpus else "CPUs" for one in (earlier, config))
+    if ran != planned:
+        raise UserError(
+            f"--from={folder} ran on {ran}, and the plan is for {planned}; give a run on "
+            f"{planned}, or leave --from out."
+        )
 
 
 def _summary(config: RunConfig, plan: ResourcePlan, sizes: ParallelSizes) -> Iterator[str]:

@@ -24,8 +24,11 @@ from nemo_like.planning.step_time import (
     row_seconds,
 )
 
-_NOT_IN_TIMES = ("run.", "cluster.", "rollout.", "data.", "logging.", "checkpoint.", "validation.")
-"""Keys that the simulation reads, or that it leaves out."""
+_IGNORED = (
+    *("run.", "cluster.", "rollout.", "data.", "logging.", "checkpoint.", "validation."),
+    "policy.optimizer.lr",
+)
+"""Keys that the simulation handles itself, or that change no time."""
 _LAGS = (0, 1, 2, 4)
 _SIZES = (8, 64, 512, 4096)
 _NEARLY_BEST = 0.97
@@ -266,7 +269,7 @@ class Planner:
 def others_than(config: SamplingRunConfig, earlier: SamplingRunConfig) -> list[str]:
     """Keys that have other values in the run whose times are taken, and may change them."""
     sizes = ("num_prompts_per_step", "num_generations_per_prompt", "max_steps")
-    taken = (*_NOT_IN_TIMES, *(f"{config.section}.{size}" for size in sizes))
+    taken = (*_IGNORED, *(f"{config.section}.{size}" for size in sizes))
     then = dict(leaves(earlier))
     return [
         key for key, value in leaves(config) if then.get(key) != value and not key.startswith(taken)

@@ -25,6 +25,7 @@ from nemo_like.planning.model_shape import (
     Role,
     engine_bytes,
     read_model_shape,
+    role_of,
 )
 from nemo_like.planning.offload import Neighbours, auto_line, lasting, memory_needs
 from nemo_like.planning.resources import ResourcePlan, plan_run
@@ -61,11 +62,7 @@ _Predicted = Sequence[tuple[_Model, dict[int, tuple[PhaseMemory, ...]]]]
 def predict_models(config: RunConfig, plan: ResourcePlan, folder: Path) -> _Predicted:
     """What ``memory_lines`` shows; UserError for an unknown size. ``folder``: the policy's."""
     distills = isinstance(config, DistillationConfig | OffPolicyDistillationConfig)
-    role = Role(
-        scalar_head=isinstance(config, RewardModelConfig),
-        with_reference=config.keeps_reference,
-        holds_shares=config.holds_shares,
-    )
+    role = role_of(config, scalar_head=isinstance(config, RewardModelConfig))
     sizes = parallel_sizes(config.policy, len(plan.policy))
     shape = read_model_shape(folder)
     policy = _Model(name="policy", config=config.policy, shape=shape, sizes=sizes, role=role)
@@ -214,7 +211,7 @@ def _phase_table(phases: Sequence[PhaseMemory]) -> Iterator[str]:
 
 
 def micro_batches(config: RunConfig, sizes: ParallelSizes) -> int:
-    """Micro-batches of one rank if every row is as long as it may be, with prompts of a token."""
+    """Micro-batches of one rank if every row is as long as it may be, with a token of prompt."""
     policy, prompt = config.policy, int(isinstance(config, SamplingRunConfig))
     fitting = max(1, policy.micro_batch_tokens // (longest_row(config) + prompt))
     rows = math.ceil(config.rows_per_step / sizes.dp)

@@ -129,7 +129,7 @@ class _Rank(Rank):
             "gathered": self._gathered(1, whole=self.whole_step),
             "gradients": self.earlier_gradients(),
             "activations": head,
-            "logits": forward_logits(*self._head_sizes, with_entropy=self.role.holds_shares)
+            "logits": forward_logits(*self._head_sizes, with_entropy=self.role.keeps_probabilities)
             * self._has_logits,
         }
         backward = {
@@ -138,7 +138,7 @@ class _Rank(Rank):
             "logits": backward_logits(
                 *self._head_sizes,
                 head_trains=self.trained.table > 0,
-                with_shares=self.role.holds_shares,
+                with_shares=self.role.keeps_probabilities,
             )
             * self._has_logits,
         }

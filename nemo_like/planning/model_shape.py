@@ -3,12 +3,15 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_like.batch.micro_batches import USUAL_ATTENTION_TOKENS
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.model_files import CONFIG, read_object
 from nemo_like.errors import UserError
+
+if TYPE_CHECKING:
+    from nemo_like.config.run import RunConfig
 
 # Names of the same number in older architectures (GPT-2, Falcon, T5-like code).
 _ALIASES = {
@@ -74,9 +77,18 @@ class Role:
     """Critics and reward models have one number a token in place of a vocabulary."""
     with_reference: bool = False
     """A frozen copy stays in memory too. (With adapters, it is the model itself.)"""
-    holds_shares: bool = False
+    keeps_probabilities: bool = False
     """A student's logprobs are of many ids per token, or entropies train: backward passes hold
     shares as well as logits."""
+
+
+def role_of(config: "RunConfig", *, scalar_head: bool = False) -> Role:
+    """That of the model that a run trains: its policy."""
+    return Role(
+        scalar_head=scalar_head,
+        with_reference=config.keeps_reference,
+        keeps_probabilities=config.keeps_probabilities,
+    )
 
 
 def read_settings(model_folder: Path) -> dict[str, Any]:

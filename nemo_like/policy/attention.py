@@ -133,7 +133,7 @@ def packed_attention(
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """In autocast's dtype: what float32 angles rotate is float32, and is no longer cast below."""
+    """Cast as autocast would: angles in float32 leave queries and keys in float32."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 

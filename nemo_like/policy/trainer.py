@@ -204,7 +204,7 @@ class Trainer:
         return int(total)
 
     def synchronize(self, *, with_optimizers: bool = False) -> None:
-        """Make replicas equal before weights leave the policy, and optimizer state before that."""
+        """Average what replicas have (local SGD); of optimizer state, take the first one's."""
         if self.mesh.drifts:
             from nemo_like.policy.parallel.ddp import adopt_state, average_parameters
 

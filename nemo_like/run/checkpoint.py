@@ -30,6 +30,7 @@ from nemo_like.errors import RunError, UserError, WaitTimeoutError, WorkerDiedEr
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
+_LEFTOVER = re.compile(rf"(writing|deleting)_{_NAME.pattern}")
 _CHUNK_BYTES = 1 << 24
 
 
@@ -91,16 +92,19 @@ class Checkpoints:
         self._prune(state.metric_name)
         return final
 
-    def latest(self) -> tuple[Path, DriverState] | None:
-        """The newest checkpoint, as ``open_checkpoint`` reads it; None if there is none.
+    def resume(self) -> tuple[Path, DriverState] | None:
+        """``latest``, after what an earlier execution left half written or removed is removed."""
+        for path in sorted(self.folder.glob("*")):
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+                done = "could not be removed" if path.exists() else "was removed"
+                logger.warning("%s was not finished when the run ended, and %s.", path, done)
+        return self.latest()
 
-        What an earlier execution left half written or half removed goes first.
-        """
+    def latest(self) -> tuple[Path, DriverState] | None:
+        """The newest checkpoint, as ``open_checkpoint`` reads it; None if there is none."""
         from nemo_like.run.continued import open_checkpoint
 
-        for leftover in sorted(self.folder.glob("*ing_step_*")):
-            logger.warning("%s was not finished when the run ended; it is removed.", leftover)
-            shutil.rmtree(leftover, ignore_errors=True)
         steps = self.steps()
         if not steps:
             records = self.folder.parent / "metrics.jsonl"

@@ -72,7 +72,7 @@ class Run:
         self._began = began
         self._start_up = {"time/imports_s": (imports_s := time.time() - began)}
         self.saves = Saves(config, self.dir, self._start - imports_s)
-        latest = self.saves.checkpoints.latest() if config.run.resume else None
+        latest = self.saves.checkpoints.resume() if config.run.resume else None
         self._resumed_from, self._resumed = latest or (Path(), None)
         self.first_step = self._resumed.step if self._resumed else 0
         """Steps that an earlier execution of this run has finished."""

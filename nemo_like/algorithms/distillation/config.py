@@ -39,7 +39,7 @@ class DistillationConfig(SamplingRunConfig):
             )
 
     @property
-    def holds_shares(self) -> bool:
+    def keeps_probabilities(self) -> bool:
         return True
 
     def other_models(self) -> Iterator[tuple[str, str]]:
@@ -68,7 +68,7 @@ class OffPolicyDistillationConfig(TextRunConfig):
         yield from _teacher_rules(self)
 
     @property
-    def holds_shares(self) -> bool:
+    def keeps_probabilities(self) -> bool:
         return True
 
     def other_models(self) -> Iterator[tuple[str, str]]:

@@ -118,7 +118,7 @@ def choose_rows(batch: RemoteBatch, config: GRPOConfig) -> Metrics:
 def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     """Add row column ``advantages``, from rewards, penalties and KL, or ``step_advantages``.
 
-    A trajectory counts once in its group if any of its rows does; all of them have its advantage.
+    A trajectory counts once in its group, if any of its rows counts; all rows have its advantage.
     """
     rows, advantage = batch.rows, config.advantage
     first, trajectory = first_rows(rows)
