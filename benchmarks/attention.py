@@ -4,8 +4,8 @@
 
 Rows are equally long. Each record has the seconds of three passes, forward and backward, with one
 kernel after another: what PyTorch takes by itself, cuDNN's and flash attention, and the
-variable-length kernel of ``policy/attention.py``. The first makes cuDNN's plans, so that ``cudnn``
-shows passes whose plans are known.
+variable-length kernel of ``policy/attention.py``. ``default`` runs first and makes cuDNN's plans;
+``cudnn`` then finds them.
 """
 
 import argparse

@@ -155,7 +155,7 @@ def save_then_begin(model_path: str, config: dict[str, Any], folder: str | None)
 
 
 def in_two_parts(model_path: str, config: dict[str, Any]) -> Any:
-    """The gradient norm, and parameters after it, of a step whose rows come in two calls."""
+    """Gradient norm and final parameters of a step whose rows come in two calls."""
     trainer, rows = make_trainer(model_path, config), make_rows(preference=False)
     for part in ([0, 1, 2], [3, 4, 5, 6, 7]):
         bins = plan_micro_batches(

@@ -333,7 +333,7 @@ def test_staleness_is_counted_from_the_version_that_trains_and_mismatch_of_fresh
 
 
 def test_a_trajectory_without_completions_has_no_age():
-    """Its environment failed before it asked for one; it has no version, -1."""
+    """Its environment failed before the first call: version -1 stands for none."""
     config = CONFIG.replace(rollout=CONFIG.rollout.replace(max_lag=1))
     batch = rows_of_versions(58, 57, -1)
     batch.rows[keys.NUM_LOSS_TOKENS][2] = 0

@@ -160,7 +160,7 @@ def test_a_student_has_shares_beside_logits_and_a_critic_has_neither():
     assert logits(config, scalar_head=True) == {"values": 0, "train": 0}
 
 
-def test_entropies_that_train_and_students_hold_shares():
+def test_students_and_entropies_that_train_keep_probabilities():
     assert accept(GRPOConfig, loss={"entropy_coef": 0.01}).keeps_probabilities
     assert not accept(GRPOConfig).keeps_probabilities
     assert accept(DistillationConfig, teacher={"model": "embedded"}).keeps_probabilities

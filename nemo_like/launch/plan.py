@@ -130,8 +130,7 @@ def simulated_lines(
         )
     yield ""
     yield from lag_lines(config, times, plan)
-    others = others_than(config, earlier) if isinstance(earlier, SamplingRunConfig) else []
-    if others:
+    if earlier and (others := others_than(config, earlier)):
         yield f"The times are of {folder}, which ran with other values of {', '.join(others)}."
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
 from nemo_like.config.section import leaves
 from nemo_like.errors import UserError
@@ -266,8 +267,8 @@ class Planner:
         return [self.outcome(workers, sampling, best.lag)] if sampling else []
 
 
-def others_than(config: SamplingRunConfig, earlier: SamplingRunConfig) -> list[str]:
-    """Keys that have other values in the run whose times are taken, and may change them."""
+def others_than(config: RunConfig, earlier: RunConfig) -> list[str]:
+    """Keys whose values differ from those of the ``earlier`` run and may change its times."""
     sizes = ("num_prompts_per_step", "num_generations_per_prompt", "max_steps")
     taken = (*_IGNORED, *(f"{config.section}.{size}" for size in sizes))
     then = dict(leaves(earlier))

@@ -78,12 +78,12 @@ class Role:
     with_reference: bool = False
     """A frozen copy stays in memory too. (With adapters, it is the model itself.)"""
     keeps_probabilities: bool = False
-    """A student's logprobs are of many ids per token, or entropies train: backward passes hold
-    shares as well as logits."""
+    """Backward passes hold probabilities as well as logits: a student's logprobs are of many ids
+    per token, or entropies train."""
 
 
 def role_of(config: "RunConfig", *, scalar_head: bool = False) -> Role:
-    """That of the model that a run trains: its policy."""
+    """The role of a run's policy, the model that it trains."""
     return Role(
         scalar_head=scalar_head,
         with_reference=config.keeps_reference,

@@ -63,6 +63,14 @@ def moments_bytes(moments: Moments, in_matrices: float, in_vectors: float) -> fl
     return _BOTH_MOMENTS[moments] * in_matrices + of_vectors * in_vectors
 
 
+def stay_whole(policy: PolicyConfig, sizes: ParallelSizes) -> bool:
+    """Whether parameters stay gathered, and gradients unreduced, until the step's last pass.
+
+    A pipeline's do so too: torch reduces on the last micro-batch only.
+    """
+    return not policy.parallel.reshard_after_forward or sizes.pp > 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rank:
     """One rank of a model in a layout: its parameters, optimizer and gradients; methods give bytes.
@@ -173,12 +181,8 @@ class Rank:
 
     @property
     def whole_step(self) -> bool:
-        """Whether parameters stay gathered, and gradients unreduced, until the step's last pass.
-
-        A pipeline's do so too: torch reduces on the last micro-batch only.
-        """
-        stays = not self.policy.parallel.reshard_after_forward or self.sizes.pp > 1
-        return stays and not self.ddp
+        """See ``stay_whole``; DDP has other buffers."""
+        return stay_whole(self.policy, self.sizes) and not self.ddp
 
     @property
     def unreduced(self) -> bool:

@@ -14,7 +14,7 @@ from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
 from nemo_like.planning.activations import BYTES
 from nemo_like.planning.layout import num_stages, parallel_sizes
 from nemo_like.planning.model_shape import FLOAT32, MOST_SEQUENCES, ModelShape, engine_bytes
-from nemo_like.planning.parameters import moments_bytes
+from nemo_like.planning.parameters import moments_bytes, stay_whole
 from nemo_like.planning.resources import ResourcePlan, engines_sleep
 
 PEAK_FLOPS = 989e12
@@ -147,11 +147,10 @@ def train_seconds(
     passes *= _with_bubble(policy, num_ranks, num_tokens)
     compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
     sizes = parallel_sizes(policy, num_ranks)
-    # What stays whole is gathered once, and its gradients travel once; so it is with ddp and pp.
-    stays = not policy.parallel.reshard_after_forward or policy.parallel.data_parallel == "ddp"
-    stays |= sizes.pp > 1
-    reduced = 1 if stays else _micro_batches(policy, num_ranks, num_tokens)
-    gathered = 1 if stays else 2 * reduced
+    # What stays whole is gathered once, and its gradients travel once, like those of DDP.
+    once = stay_whole(policy, sizes) or policy.parallel.data_parallel == "ddp"
+    reduced = 1 if once else _micro_batches(policy, num_ranks, num_tokens)
+    gathered = 1 if once else 2 * reduced
     # Gradients and state of adapters are too small to count.
     trained = 0 if policy.lora.rank else shape.num_parameters
     moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape.num_parameters, num_ranks)

@@ -204,7 +204,7 @@ class Trainer:
         return int(total)
 
     def synchronize(self, *, with_optimizers: bool = False) -> None:
-        """Average what replicas have (local SGD); of optimizer state, take the first one's."""
+        """Average replicas' parameters (local SGD); ``with_optimizers``: take the first's state."""
         if self.mesh.drifts:
             from nemo_like.policy.parallel.ddp import adopt_state, average_parameters
 

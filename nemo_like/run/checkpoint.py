@@ -93,7 +93,7 @@ class Checkpoints:
         return final
 
     def resume(self) -> tuple[Path, DriverState] | None:
-        """``latest``, after what an earlier execution left half written or removed is removed."""
+        """Remove what an earlier execution left half written or half removed; then ``latest``."""
         for path in sorted(self.folder.glob("*")):
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
