@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import kernel_times
 from transformers import AutoConfig
 from workloads import SHAPES, SMOLLM2, WORKLOADS
 
 from nemo_like.generation.graph.engine import GraphEngine
+from nemo_like.generation.graph.state import BURST
 from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
 
 PROMPT_TOKENS = 60
@@ -29,15 +31,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="+", choices=("smollm2", "qwen1.5b", "qwen7b", "tiny"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kernels", action="store_true", help="profile a burst a third of the way")
     args = parser.parse_args()
     for name in args.workloads:
-        record = {"workload": name, **asyncio.run(measured(name))}
+        record = {"workload": name, **asyncio.run(measured(name, kernels=args.kernels))}
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 
-async def measured(name: str) -> dict[str, Any]:
-    """Three rollouts with the same seeds."""
+async def measured(name: str, *, kernels: bool) -> dict[str, Any]:
+    """Three rollouts with the same seeds, and a fourth under the profiler."""
     workload = WORKLOADS[name]
     shape = SMOLLM2 if name == "smollm2" else SHAPES[name.replace("qwen", "qwen2.5-")]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,8 +88,24 @@ async def measured(name: str) -> dict[str, Any]:
         tokens = sum(map(len, ids))
         runs.append({"s": seconds, "on_device_s": on_device, "tokens": tokens, "same": same})
         before = ids
+    record: dict[str, Any] = {"runs": runs}
+    if kernels:
+        num_bursts = 0
+
+        def profiled(*arguments: Any) -> Any:
+            nonlocal num_bursts
+            num_bursts += 1
+            if num_bursts != max(1, workload.max_new_tokens // (3 * BURST)):
+                return run(*arguments)
+            found: list[Any] = []
+            record["burst"] = {"rows": len(arguments[0]), "steps": arguments[-1]}
+            record["burst"] |= kernel_times(lambda: found.append(run(*arguments)))
+            return found[0]
+
+        engine._sampler._decoder.run = profiled  # pyright: ignore[reportAttributeAccessIssue]
+        await asyncio.gather(*map(engine.generate, requests(name, shape["vocab_size"])))
     await engine.shutdown()
-    return {"device": torch.cuda.get_device_name() if device == "cuda" else device, "runs": runs}
+    return {"device": torch.cuda.get_device_name() if device == "cuda" else device, **record}
 
 
 def requests(name: str, vocab: int) -> list[GenerationRequest]:

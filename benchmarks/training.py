@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from kernels import kernel_times
 from transformers import AutoConfig, AutoModelForCausalLM
 from workloads import SHAPES, count_parameters
 
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1, help="tokens that do not train")
     parser.add_argument("--siblings", type=int, default=1, help="rows with one prompt")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
+    parser.add_argument("--kernels", action="store_true", help="profile one more step")
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--out", type=Path, default=Path("training.jsonl"))
     parser.add_argument("--model-dir", type=Path, default=None, help="keep the random model here")
@@ -170,6 +172,8 @@ def measure(
         metrics = values(trainer.train(batches, loss, denominators, 1.0))
         seconds["train"].append(clock(device) - begin)
         record["train_peak_gib"] = peak(device)
+    if args.kernels:
+        record["profile"] = kernel_times(lambda: trainer.train(batches, loss, denominators, 1.0))
     record["loss"], record["grad_norm"] = metrics.get("train/loss"), metrics["train/grad_norm"]
     tokens = sum(lengths) * sizes.dp / args.gpus
     shape = SHAPES[args.shape]

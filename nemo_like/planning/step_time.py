@@ -21,20 +21,28 @@ PEAK_FLOPS = 989e12
 """Of an H100 or H200 in 16 bits, dense."""
 FLOAT32_FLOPS = 67e12
 """In 32 bits: the data sheet's number, which no run here has measured."""
-PRODUCTS_SHARE = 0.94
+PRODUCTS_SHARE = 0.8
 """Of ``PEAK_FLOPS`` that matrix products reach in 16 bits."""
-BETWEEN_PRODUCTS_S = 0.667e-10
+BETWEEN_PRODUCTS_S = 4.5e-11
 """Of a forward pass, for each token, layer and number of its hidden state: what norms, activations
 and attention read and write."""
 EAGER_LOGIT_S = 1.95e-11
 """Of a pass without ``policy.compile``, for each logit of a token that trains."""
-NARROW = 455
+NARROW = 600
 """Numbers that a hidden state seems to have on top, since kernels of narrow ones are less busy."""
+PARAMETER_S = 4e-12
+"""Of a forward and backward pass, for each parameter, whatever the tokens: reading it, and writing
+and adding up its gradient."""
+LAUNCH_S = 5e-3
+"""Of Python, which launches the kernels of a layer's forward and backward pass; the GPU works at
+the same time."""
+COLLECTIVES_S = 1e-3
+"""Of Python, for a layer's exchanges with other ranks."""
 RECOMPUTED = {"none": 0.0, "selective": 0.2, "full": 1.0}
 """Part of a forward pass that a backward pass makes again."""
 SHARDS_BYTES_PER_S = 400e9
 """Of parameters and gradients between ranks that share them."""
-TRAIN_ROW_S = 0.25e-3
+TRAIN_ROW_S = 0.03e-3
 """Of each row that a worker fetches and makes ready for a training step."""
 DECODE_BYTES_PER_S = 0.85 * 4.8e12
 """Of weights and cache that decoding reads: 0.85 of what an H200's memory gives."""
@@ -47,8 +55,10 @@ ROW_S = 0.51e-3
 """Of vLLM's host process to take in a row and give it back."""
 ROLLOUT_S = 0.086
 """Of calls and rewards, on top of sampling."""
-REFIT_S, REFIT_BYTES_PER_S = 0.053, 1e12
+REFIT_S, REFIT_BYTES_PER_S = 0.033, 1e12
 """Of a refit: calls to workers, then copies."""
+VLLM_REFIT_S = 0.02
+"""Of vLLM's calls to its own processes, on top of them."""
 GATHERED_BYTES_PER_S = 150e9
 """Of weights that policy ranks hold in parts."""
 WAKE_BYTES_PER_S = 80e9
@@ -98,6 +108,7 @@ def predict_step(
     generation, products = config.generation, "matrix products"
     sleeps = engines_sleep(generation, plan)
     refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
+    refit_s += VLLM_REFIT_S * (generation.backend != "graph")
     phases = [
         _rollout(config, shape, plan, tokens),
         PhaseTime(name="refit", seconds=refit_s, bound_by="copies and calls"),
@@ -144,12 +155,16 @@ def train_seconds(
     """Forward and backward passes, and the optimizer where its state is on the GPU."""
     # Frozen weights get no gradients.
     passes = (2 if policy.lora.rank else 3) + RECOMPUTED[policy.activation_checkpointing]
-    passes *= _with_bubble(policy, num_ranks, num_tokens)
     compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
-    sizes = parallel_sizes(policy, num_ranks)
+    sizes, count = parallel_sizes(policy, num_ranks), _micro_batches(policy, num_ranks, num_tokens)
+    of_pass = shape.num_parameters / (sizes.pp * sizes.tp)
+    on_gpu_s = compute_s / num_ranks + count * PARAMETER_S * of_pass
+    launched_s = LAUNCH_S + COLLECTIVES_S * (num_ranks > sizes.pp)
+    on_host_s = count * launched_s * shape.layers / sizes.pp
+    passes_s = max(on_gpu_s, on_host_s) * _with_bubble(policy, num_ranks, num_tokens)
     # What stays whole is gathered once, and its gradients travel once, like those of DDP.
     once = stay_whole(policy, sizes) or policy.parallel.data_parallel == "ddp"
-    reduced = 1 if once else _micro_batches(policy, num_ranks, num_tokens)
+    reduced = 1 if once else count
     gathered = 1 if once else 2 * reduced
     # Gradients and state of adapters are too small to count.
     trained = 0 if policy.lora.rank else shape.num_parameters
@@ -161,7 +176,7 @@ def train_seconds(
     state_s = MOMENT_S[policy.optimizer.moments] * of_rank
     if policy.offload == "optimizer":
         state_s = 0.0
-    return compute_s / num_ranks + state_s + moved / SHARDS_BYTES_PER_S
+    return passes_s + state_s + moved / SHARDS_BYTES_PER_S
 
 
 def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int) -> float:
