@@ -66,11 +66,6 @@ def verl_settings(workload: Workload, inputs: Inputs, args: argparse.Namespace) 
     ]
     data = args.out.resolve().with_suffix(".parquet")
     pandas.DataFrame(rows).to_parquet(data)
-    budget = next(
-        int(word.partition("=")[2])
-        for word in workload.overrides
-        if word.startswith("policy.micro_batch_tokens=")
-    )
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     model = "actor_rollout_ref.model"
     large = str(workload.is_large).lower()
@@ -98,7 +93,7 @@ def verl_settings(workload: Workload, inputs: Inputs, args: argparse.Namespace) 
         f"{actor}.ppo_mini_batch_size={workload.num_prompts}",
         f"{actor}.ppo_epochs=1",
         f"{actor}.use_dynamic_bsz=true",
-        f"{actor}.ppo_max_token_len_per_gpu={budget}",
+        f"{actor}.ppo_max_token_len_per_gpu={workload.verl_tokens}",
         f"{actor}.use_kl_loss=false",
         f"{actor}.entropy_coeff=0",
         f"{actor}.use_torch_compile=true",
@@ -117,7 +112,7 @@ def verl_settings(workload: Workload, inputs: Inputs, args: argparse.Namespace) 
         f"{rollout}.calculate_log_probs=true",
         f"{rollout}.agent.num_workers=4",
         f"{rollout}.log_prob_use_dynamic_bsz=true",
-        f"{rollout}.log_prob_max_token_len_per_gpu={2 * budget}",
+        f"{rollout}.log_prob_max_token_len_per_gpu={2 * workload.verl_tokens}",
         f"reward.custom_reward_function.path={Path(__file__).resolve()}",
         "reward.custom_reward_function.name=compute_score",
         "reward.num_workers=4",

@@ -27,7 +27,7 @@ for workload in ${WORKLOADS:-learning tail}; do
   for variant in ${VARIANTS:-$variants}; do
     of_variant=()
     case $variant in
-    overlap) of_variant=(rollout.overlap=true) ;;
+    overlap) of_variant=(rollout.overlap=true cluster.mps=true) ;;
     lag*)
       lag=${variant#lag}
       of_variant=("rollout.max_lag=${lag%-mps}")

@@ -72,17 +72,21 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 """The shape of SmolLM2-135M, a Llama, whose weights are real."""
-ONE_GPU = (
+_EVERY = (
     "cluster.gpus_per_node=1",
-    "policy.dtype=bfloat16",
     "policy.compile=true",
+    "policy.batching=shared",
+)
+ONE_GPU = (
+    *_EVERY,
+    "policy.dtype=float16",
     "policy.parallel.reshard_after_forward=false",
+    "generation.backend=graph",
     "generation.sleep=false",
 )
 LARGE = (
-    "cluster.gpus_per_node=1",
+    *_EVERY,
     "policy.dtype=bfloat16",
-    "policy.compile=true",
     "policy.activation_checkpointing=full",
     "policy.logprob_chunk_tokens=4096",
 )
@@ -109,8 +113,10 @@ class Workload:
     """Held-out prompts, answered before and after training. 0: speed alone is measured."""
     trl_rows: int
     """Completions of one forward and backward pass of TRL; without checkpointing, 80 GB hold it."""
+    verl_tokens: int = 16384
+    """Tokens of one forward and backward pass of verl."""
     is_large: bool = False
-    """Whether a GPU holds training states only with checkpointing, and an engine that sleeps."""
+    """Whether peers train with checkpointing, and beside an engine that sleeps."""
     overrides: tuple[str, ...]
     """This project's settings."""
 
@@ -131,9 +137,10 @@ WORKLOADS = {
             max_new_tokens=256,
             lr=1e-6,  # small, so that lengths stay those of the floor's engine
             trl_rows=64,
+            verl_tokens=32768,
             overrides=(
                 *ONE_GPU,
-                "policy.micro_batch_tokens=32768",
+                "policy.micro_batch_tokens=65536",
                 "generation.num_engines_per_bundle=2",
             ),
         ),
@@ -164,7 +171,14 @@ WORKLOADS = {
             reward="coin",
             trl_rows=8,
             is_large=True,
-            overrides=(*LARGE, "policy.micro_batch_tokens=16384"),
+            overrides=(
+                *_EVERY,
+                "policy.dtype=bfloat16",
+                "policy.parallel.reshard_after_forward=false",
+                "policy.optimizer.moments=bfloat16",
+                "policy.micro_batch_tokens=5376",  # five rows
+                "generation.backend=graph",
+            ),
         ),
         Workload(
             name="qwen14b-lora",
@@ -203,6 +217,7 @@ WORKLOADS = {
             task={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
             num_validation=256,
             trl_rows=128,
+            verl_tokens=32768,
             # The group's mean is TRL's baseline.
             overrides=(*ONE_GPU, "policy.micro_batch_tokens=32768", "advantage.baseline=mean"),
         ),

@@ -274,9 +274,14 @@ def test_each_pass_deals_whole_groups_to_mini_batches_anew():
 @pytest.mark.parametrize(("normalization", "divisor"), [("token", 12.0), ("sequence", 5.0)])
 def test_a_step_of_groups_added_early_divides_by_the_counts_of_all(normalization, divisor):
     counts = [Denominators(tokens=8.0, sequences=2.0), Denominators(tokens=4.0, sequences=3.0)]
-    left = iter(counts * 2)
+    left, divided_by = iter(counts * 2), []
+
+    def add(part, loss, most):
+        divided_by.append(most)
+        return next(left)
+
     live = SimpleNamespace(
-        policy=SimpleNamespace(add=lambda *_: next(left), finish=lambda count, _: count),
+        policy=SimpleNamespace(add=add, finish=lambda count, _: count),
         session=SimpleNamespace(run=SimpleNamespace(span=lambda _: nullcontext())),
         mismatch_check=lambda: None,
     )
@@ -285,7 +290,13 @@ def test_a_step_of_groups_added_early_divides_by_the_counts_of_all(normalization
     for step in (1, 2):
         for _ in counts:
             updates.add(batch)
-        assert updates.train(step, batch) == divisor
+        assert updates.train(step, batch) * divided_by[0] == divisor
+    (most,) = set(divided_by)
+    bound = config.rows_per_step
+    if normalization == "token":
+        bound *= config.generation.max_new_tokens
+    assert bound <= most < 2 * bound
+    assert math.frexp(most)[0] == 0.5, "dividing by a power of two rounds nothing"
 
 
 class Sampled:

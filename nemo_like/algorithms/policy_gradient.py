@@ -1,6 +1,7 @@
 """What GRPO and PPO share: logprobs before a step, its optimizer steps, and their checks."""
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,12 @@ class PolicyGradient:
     def __init__(self, config: PolicyGradientRunConfig, live: "Sampling") -> None:
         self._config, self._live = config, live
         self._loss = make_loss(config)
+        self._by_token = config.loss.normalization == "token"
         self._count = 0.0
         """Denominators of the groups added so far."""
+        most = config.rows_per_step * (config.generation.max_new_tokens if self._by_token else 1)
+        self._most = 2.0 ** math.ceil(math.log2(most))
+        """Divides early gradients, without rounding: sums would overflow float16."""
         self.watch_rewards = RewardWatch(config.environment.reward)
 
     def logprobs(self, batch: RemoteBatch) -> Metrics:
@@ -49,9 +54,8 @@ class PolicyGradient:
         config, policy = self._config, self._live.policy
         if config.loss.kl_coef:
             policy.logprobs(part, with_policy=False)
-        counts = policy.add(part, self._loss)
-        by_token = config.loss.normalization == "token"
-        self._count += counts.tokens if by_token else counts.sequences
+        counts = policy.add(part, self._loss, self._most)
+        self._count += counts.tokens if self._by_token else counts.sequences
 
     def train(
         self, step: int, batch: RemoteBatch, parts: Iterable[RemoteBatch] | None = None
@@ -65,7 +69,7 @@ class PolicyGradient:
         if config.rollout.overlap:
             count, self._count = self._count, 0.0
             with live.session.run.span("train"):
-                return live.policy.finish(count, check)
+                return live.policy.finish(count / self._most, check)
         with live.session.run.span("train"):
             updates = [
                 live.policy.train(one, self._loss, check=check if reuse else None)

@@ -228,8 +228,6 @@ class PolicyGradientRunConfig(SamplingRunConfig):
                 "of all first; set num_mini_batches=1, num_epochs_per_batch=1, loss.kl_in=loss and "
                 "mismatch.action=warn"
             )
-        if self.policy.dtype == "float16":
-            return "policy.dtype=float16 has no room for their sum; use bfloat16"
         if self.policy.parallel.ddp.compression != "none":
             return (
                 "policy.parallel.ddp.compression would round the sum once more with each of them; "

@@ -205,16 +205,20 @@ class RemoteModel:
         self.weight_version += 1
         return merge(results)
 
-    def add(self, batch: RemoteBatch, loss: Loss) -> Denominators:
-        """Compute gradients of some of a step's rows, and return their counts; see ``finish``."""
+    def add(self, batch: RemoteBatch, loss: Loss, divided_by: float) -> Denominators:
+        """Compute gradients of some of a step's rows, and return their counts; see ``finish``.
+
+        ``divided_by``: in place of the step's denominators, which are not known yet.
+        """
         batch = trained(batch)
         if len(batch):
             shards, on_policy = self._shards(batch, self._plan(batch)), self._is_on_policy(batch)
-            self.group.scatter(PolicyWorker.add, shards, loss, on_policy, last="pp")
+            instead = Denominators(tokens=divided_by, sequences=divided_by)
+            self.group.scatter(PolicyWorker.add, shards, loss, instead, on_policy, last="pp")
         return counts_of(batch)
 
     def finish(self, divide_by: float, check: Callable[[Metrics], None] | None = None) -> Metrics:
-        """One optimizer step on everything added; ``divide_by``: denominators of the loss."""
+        """One optimizer step on everything added; ``divide_by``: what its division left."""
         if not divide_by:
             logger.warning("No row of this step trains; its optimizer step is skipped.")
             return {}

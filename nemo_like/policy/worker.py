@@ -198,10 +198,10 @@ class PolicyWorker(Worker):
         )
         return metrics | self.memory("train/")
 
-    def add(self, shard: Shard, loss: Loss, on_policy: bool) -> None:
+    def add(self, shard: Shard, loss: Loss, denominators: Denominators, on_policy: bool) -> None:
         """Gradients of part of a step, before its denominators are known; collective."""
-        whole, rows = Denominators(tokens=1.0, sequences=1.0), shard.micro_batches(self._device)
-        self._trainer.add(rows, loss, whole, shard.temperature, on_policy=on_policy)
+        rows = shard.micro_batches(self._device)
+        self._trainer.add(rows, loss, denominators, shard.temperature, on_policy=on_policy)
 
     def finish(self, divide_by: float, check: Callable[[Metrics], None] | None) -> Metrics:
         """One optimizer step over everything added, see ``Trainer.finish``; collective."""
