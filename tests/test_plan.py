@@ -551,6 +551,11 @@ def test_what_bounds_a_step_depends_on_the_model():
     }
     assert bounds["qwen2.5-1.5b"] == "the engine's host process"
     assert bounds["qwen2.5-7b"] == "reading weights and cache"
+    trains = [
+        predict_step(config, shape, plan_run(config))[-1].bound_by
+        for shape in (TINY, shapes["qwen2.5-7b"])
+    ]
+    assert trains == ["Python, which launches kernels", "matrix products"]
 
 
 def test_a_step_has_the_passes_that_its_keys_ask_for():

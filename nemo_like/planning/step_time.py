@@ -67,6 +67,7 @@ OFFLOAD_BYTES_PER_S = 42e9
 """Of AdamW's moments on their way through a GPU, in both directions at the same time."""
 MOMENT_S = {"float32": 0.9e-11, "bfloat16": 2.5e-11, "int8": 7.6e-11}
 """Of AdamW's step on a GPU, for each parameter, by the format of its moments."""
+_PRODUCTS = "matrix products"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,22 +105,23 @@ def predict_step(
         updates, parts = config.loop.num_updates, config.loop.num_mini_batches
         logprob_passes += not config.reuses_logprobs
     update_s = TRAIN_ROW_S * config.rows_per_step / ranks / parts
-    update_s += train_seconds(policy, shape, ranks, count / parts, row, trained / parts)
-    generation, products = config.generation, "matrix products"
+    of_update = policy, shape, ranks, count / parts, row, trained / parts
+    update_s += train_seconds(*of_update)
+    generation, (_, bound_by) = config.generation, _passes(*of_update)
     sleeps = engines_sleep(generation, plan)
     refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
     refit_s += VLLM_REFIT_S * (generation.backend != "graph")
     phases = [
         _rollout(config, shape, plan, tokens),
         PhaseTime(name="refit", seconds=refit_s, bound_by="copies and calls"),
-        PhaseTime(name="train", seconds=updates * update_s, bound_by=products),
+        PhaseTime(name="train", seconds=updates * update_s, bound_by=bound_by),
     ]
     if (transit_s := offload_seconds(policy, shape.num_parameters, ranks)) > 0:
         by_bus = "moments to and from the host"
         phases.append(PhaseTime(name="optimizer", seconds=updates * transit_s, bound_by=by_bus))
     if logprob_passes:
         forward_s = logprob_passes * forward_seconds(policy, shape, ranks, count, row, trained)
-        phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by=products))
+        phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by=_PRODUCTS))
     return phases
 
 
@@ -153,15 +155,8 @@ def train_seconds(
     num_trained: float,
 ) -> float:
     """Forward and backward passes, and the optimizer where its state is on the GPU."""
-    # Frozen weights get no gradients.
-    passes = (2 if policy.lora.rank else 3) + RECOMPUTED[policy.activation_checkpointing]
-    compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
+    passes_s, _ = _passes(policy, shape, num_ranks, num_tokens, row_tokens, num_trained)
     sizes, count = parallel_sizes(policy, num_ranks), _micro_batches(policy, num_ranks, num_tokens)
-    of_pass = shape.num_parameters / (sizes.pp * sizes.tp)
-    on_gpu_s = compute_s / num_ranks + count * PARAMETER_S * of_pass
-    launched_s = LAUNCH_S + COLLECTIVES_S * (num_ranks > sizes.pp)
-    on_host_s = count * launched_s * shape.layers / sizes.pp
-    passes_s = max(on_gpu_s, on_host_s) * _with_bubble(policy, num_ranks, num_tokens)
     # What stays whole is gathered once, and its gradients travel once, like those of DDP.
     once = stay_whole(policy, sizes) or policy.parallel.data_parallel == "ddp"
     reduced = 1 if once else count
@@ -177,6 +172,29 @@ def train_seconds(
     if policy.offload == "optimizer":
         state_s = 0.0
     return passes_s + state_s + moved / SHARDS_BYTES_PER_S
+
+
+def _passes(
+    policy: PolicyConfig,
+    shape: ModelShape,
+    num_ranks: int,
+    num_tokens: float,
+    row_tokens: float,
+    num_trained: float,
+) -> tuple[float, str]:
+    """Seconds of forward and backward passes, and what bounds them."""
+    # Frozen weights get no gradients.
+    passes = (2 if policy.lora.rank else 3) + RECOMPUTED[policy.activation_checkpointing]
+    compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
+    sizes, count = parallel_sizes(policy, num_ranks), _micro_batches(policy, num_ranks, num_tokens)
+    of_pass = shape.num_parameters / (sizes.pp * sizes.tp)
+    on_gpu_s = compute_s / num_ranks + count * PARAMETER_S * of_pass
+    launched_s = LAUNCH_S + COLLECTIVES_S * (num_ranks > sizes.pp)
+    on_host_s = count * launched_s * shape.layers / sizes.pp
+    bubble = _with_bubble(policy, num_ranks, num_tokens)
+    if on_host_s > on_gpu_s:
+        return on_host_s * bubble, "Python, which launches kernels"
+    return on_gpu_s * bubble, _PRODUCTS
 
 
 def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int) -> float:
