@@ -309,8 +309,8 @@ def test_a_prompt_that_neighbours_share_has_positions_once():
 
 def test_rows_of_one_prompt_share_a_bin_as_far_as_it_holds_them():
     lengths, prompts = [14] * 4 + [12] * 4, [(1, 10)] * 4 + [(2, 10)] * 4
-    plan = plan_micro_batches(lengths, num_ranks=1, max_tokens=22, prompts=prompts)
-    # 10 + 3 * 4 = 22 tokens, then one row alone; 10 + 4 * 2 = 18.
+    plan = plan_micro_batches(lengths, num_ranks=1, max_tokens=24, prompts=prompts)
+    # 10 + 3 * 4 = 22 tokens and copies of keys that count as 2, then one row alone; 10 + 4 * 2 + 3.
     assert sorted(plan.bins[0]) == [(0, 1, 2), (3,), (4, 5, 6, 7)]
     pairs = [(1, 5), (2, 5)] * 2  # the rows of a unit have prompts of their own: none is spared
     plan = plan_micro_batches([10] * 4, num_ranks=1, max_tokens=30, rows_per_unit=2, prompts=pairs)
@@ -318,6 +318,31 @@ def test_rows_of_one_prompt_share_a_bin_as_far_as_it_holds_them():
     plan = plan_micro_batches([90, 90], num_ranks=2, max_tokens=200, prompts=[(1, 10)] * 2)
     assert sorted(plan.rows(0) + plan.rows(1)) == [0, 1]
     assert len(plan.rows(0)) == 1, "sparing 10 tokens is not worth an idle rank"
+
+
+def test_copies_of_a_long_prompt_count_in_a_pass():
+    """Rows of 3 tokens after 1,600: each after the first holds keys that count as 100 tokens."""
+    lengths, prompts = [1603] * 20, [(1, 1600)] * 20
+    plan = plan_micro_batches(lengths, num_ranks=1, max_tokens=2118, prompts=prompts)
+    assert [len(one) for one in plan.bins[0]] == [6, 6, 6, 2]  # 1600 + 6 * 3 + 5 * 100 = 2118
+    assert plan_micro_batches(lengths, num_ranks=1, max_tokens=2117, prompts=prompts) != plan
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "busiest"),
+    [(1, 2, 3000), (4, 8, 3000), (9, 8, 9000), (8, 8, 5000)],
+)
+def test_groups_are_cut_where_there_are_too_few_for_the_ranks(groups, ranks, busiest):
+    """Rows of 500 tokens after a prompt of 1,000, eight to a group; attention costs nothing."""
+    lengths, prompts = [1500] * 8 * groups, [(i // 8, 1000) for i in range(8 * groups)]
+    bounds = {"max_tokens": 8192, "attention_tokens": 10**9}
+    plan = plan_micro_batches(lengths, num_ranks=ranks, prompts=prompts, **bounds)
+
+    def tokens(one: tuple[int, ...]) -> int:
+        spared = sum(1000 for a, b in pairwise(one) if prompts[a] == prompts[b])
+        return 1500 * len(one) - spared
+
+    assert max(sum(map(tokens, bins)) for bins in plan.bins) == busiest
 
 
 @settings(deadline=None, max_examples=300)

@@ -109,7 +109,7 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("grpo.max_steps=0", "grpo.max_steps=0 must be at least 1"),
         ("policy.optimizer.lr=-1", "policy.optimizer.lr=-1 must be above 0"),
         ("policy.optimizer.lr=nan", "policy.optimizer.lr=nan must be a finite number"),
-        ("validation.top_p=1.5", "validation.top_p=1.5 must be in (0, 1]."),
+        ("validation.top_p=1.5", "validation.top_p=1.5 must be in [1e-06, 1]."),
         ("grpo.num_generations_per_prompt=1", "a group of one has no baseline"),
         ("policy=3", "policy is a section"),
         ("model=gpt5", "model=gpt5 is not a choice; use one of embedded, smollm2"),

@@ -153,6 +153,38 @@ def test_an_engine_that_warmed_up_and_slept_samples_as_before(tiny_model):
     assert asyncio.run(run()) == [*sample(config, [before]), *sample(config, [after])]
 
 
+def test_an_engine_that_sleeps_under_calls_fails_them_and_serves_after_it_wakes(tiny_model):
+    """As agents leave them behind that gave up; some were not even taken yet, or come too early."""
+    config = config_of(tiny_model("llama"))
+    *long, after = requests_of(6, max_new_tokens=150)
+
+    async def run() -> tuple[list[object], Completion]:
+        engine = GraphEngine(config)
+        await engine.start()
+        give_weights(engine, config)
+        calls = [asyncio.create_task(engine.generate(one)) for one in long[:3]]
+        for _ in range(4):  # until their first burst runs
+            await asyncio.sleep(0)
+        calls += [asyncio.create_task(engine.generate(one)) for one in long[3:]]
+        await asyncio.sleep(0)
+        await engine.sleep()
+        await engine.wake(EngineMemory.weights)
+        give_weights(engine, config)
+        calls.append(asyncio.create_task(engine.generate(after)))
+        await asyncio.sleep(0.1)
+        await engine.wake(EngineMemory.kv_cache)
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        found = await engine.generate(after)
+        await engine.shutdown()
+        return failed, found
+
+    failed, found = asyncio.run(asyncio.wait_for(run(), 60))
+    assert all(isinstance(one, RunError) for one in failed), failed
+    assert "put to sleep" in str(failed[0])
+    assert "asleep" in str(failed[-1])
+    assert [found] == sample(config, [after])
+
+
 def test_siblings_do_not_compute_their_prompt_again(tiny_model):
     found = sample(config_of(tiny_model("llama")), requests_of(8, max_new_tokens=2))
     assert [one.num_cached_tokens for one in found] == [0, 69, 69, 69, 0, 70, 70, 70]

@@ -199,6 +199,8 @@ def test_other_names_of_the_same_numbers_are_read(tmp_path):
     shape = read_model_shape(tmp_path)
     assert (shape.layers, shape.hidden, shape.intermediate, shape.tied) == (2, 64, 256, True)
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, 4, 16)
+    (tmp_path / "config.json").write_text(json.dumps(gpt2 | {"model_type": "qwen3"}))
+    assert read_model_shape(tmp_path).head_dim == 128, "transformers' default"
     (tmp_path / "config.json").write_text(json.dumps(gpt2 | {"num_experts": 8}))
     with pytest.raises(UserError, match="has experts"):
         read_model_shape(tmp_path)

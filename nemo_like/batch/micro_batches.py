@@ -15,6 +15,9 @@ from nemo_like.errors import UserError
 USUAL_ATTENTION_TOKENS = 12 * 2048
 """``attention_tokens`` of a model whose config.json leaves sizes out, for a width h of 2,048: 4 h^2
 weights around attention and 8 h^2 in the feed-forward part. It decides speed only."""
+SHARED_KEYS_PER_TOKEN = 16
+"""Keys of shared prompts that count as one token of a bin: each row holds copies of its own, whose
+memory is at most that part of what a token's activations take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,8 @@ def plan_micro_batches(
     both): bins are split for it, and empty once no bin has two units.
 
     ``prompts``: each row's prompt (a number) and its tokens. A row omits its prompt if the row
-    before it in the bin has the same one, so neighbours with one prompt share a bin as far as they
-    fit, unless that gives the busiest rank more work. Not with ``padded`` or ``max_rows``.
+    before it in the bin has the same one, but for its keys, so neighbours with one prompt share a
+    bin as far as they fit and ranks get equal work. Not with ``padded`` or ``max_rows``.
 
     Raises UserError if rows that must stay together exceed a bound alone.
 
@@ -68,7 +71,11 @@ def plan_micro_batches(
     rows = _Rows(lengths, prompts, attention_tokens, padded)
     units = [tuple(range(i, i + rows_per_unit)) for i in range(0, len(lengths), rows_per_unit)]
     _check_bounds(units, list(map(rows.size, units)), max_tokens, max_rows, rows_per_unit)
-    ways = [units] if prompts is None else [rows.joined(units, max_tokens), units]
+    ways = [units]
+    if prompts is not None:
+        # Whole groups, and smaller and smaller parts of them, which several ranks can take.
+        most = [len(lengths) >> i for i in range(len(lengths).bit_length() if num_ranks > 1 else 1)]
+        ways[:0] = [rows.joined(units, max_tokens, one) for one in most]
 
     def pack(units: Sequence[tuple[int, ...]]) -> tuple[int, MicroBatchPlan]:
         sizes, costs = list(map(rows.size, units)), list(map(rows.cost, units))
@@ -105,7 +112,9 @@ class _Rows:
     def size(self, unit: Sequence[int]) -> int:
         """Tokens of a pass over ``unit``."""
         lengths = [self.lengths[row] for row in unit]
-        return max(lengths) * len(unit) if self.padded else sum(lengths) - sum(self._spared(unit))
+        if self.padded:
+            return max(lengths) * len(unit)
+        return sum(lengths) - sum(n - -(-n // SHARED_KEYS_PER_TOKEN) for n in self._spared(unit))
 
     def cost(self, unit: Sequence[int]) -> int:
         """Length + length^2 / attention_tokens, times attention_tokens to stay exact."""
@@ -121,14 +130,17 @@ class _Rows:
         pairs = pairwise(unit)
         return [prompts[b][1] for a, b in pairs if prompts[a] == prompts[b]]
 
-    def joined(self, units: Iterable[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
-        """Merge neighbouring units with one prompt, up to ``max_tokens``."""
+    def joined(
+        self, units: Iterable[tuple[int, ...]], max_tokens: int, max_rows: int
+    ) -> list[tuple[int, ...]]:
+        """Merge neighbouring units with one prompt, up to ``max_tokens`` and ``max_rows``."""
         assert self.prompts is not None
         found: list[tuple[int, ...]] = []
         for unit in units:
             if (
                 found
                 and self.prompts[found[-1][-1]] == self.prompts[unit[0]]
+                and len(found[-1]) + len(unit) <= max_rows
                 and self.size(found[-1] + unit) <= max_tokens
             ):
                 found[-1] += unit

@@ -93,8 +93,8 @@ class EngineKind:
     """Sentences on arguments that are wrong, as far as that shows without importing the engine."""
     sleeps: bool = False
     """Whether ``sleep`` frees memory."""
-    lowest_temperature: float = 0.0
-    """Least temperature above 0 whose logprobs are right."""
+    lowest_temperature: float = 0.01
+    """Least temperature above 0 whose logprobs are right; vLLM raises lower ones to 0.01."""
     most_adapter_rank: int = 0
     """Largest rank of LoRA adapters that it computes with apart from the model. 0: none."""
     float32_adapters_on_gpus: bool = True
@@ -115,7 +115,6 @@ VLLM = EngineKind(
     takes_kwargs=True,
     refused_kwargs=_refused_by_vllm,
     sleeps=True,
-    lowest_temperature=0.01,  # it raises lower temperatures to this
     most_adapter_rank=512,
     float32_adapters_on_gpus=False,
     quantizes=True,

@@ -177,13 +177,14 @@ class PolicyConfig(Section):
     """``packed``: rows end to end without padding; ``shared``: also compute a prompt that
     neighbouring rows have in common only once; ``padded``: one row per line."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] = 8192
-    """Most tokens of one forward and backward pass, padding included."""
+    """Most tokens of one forward and backward pass, padding included, and with
+    ``batching=shared`` a sixteenth of the prompts that rows leave out, for copies of their keys."""
     micro_batch_size: Annotated[
         Count | None,
         OnlyIf(
             lambda here, _: here.batching != "shared",
             "with policy.batching=shared, policy.micro_batch_tokens alone decides which rows share "
-            "a pass",
+            "a pass; leave it out",
         ),
     ] = None
     """Most rows of one forward and backward pass. None: as many as ``micro_batch_tokens`` holds."""

@@ -82,7 +82,8 @@ class HFEngine(LocalEngine):
         except Exception as error:  # The boundary to a model's code, which may raise anything.
             logger.exception("A batch of %d requests failed.", len(batch))
             for request, done in batch:
-                fail(done, RunError(f"The model failed request {request.request_id}: {error!r}"))
+                reason = f"Request {request.request_id} failed: the model raised {error!r}."
+                fail(done, RunError(reason))
             return
         for (_, done), completion in zip(batch, completions, strict=True):
             if not done.done():  # Its caller may have given up.

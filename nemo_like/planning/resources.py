@@ -95,7 +95,8 @@ def plan_resources(
             f"workers to the policy; use 1 to {total - 1}, or null to colocate."
             if total > 1
             else f"cluster.num_generation_workers={separate} needs at least two workers, and there "
-            "is one; use null to colocate, or more workers per node."
+            "is one; use null to colocate, or set cluster.cpu_workers_per_node or "
+            "cluster.gpus_per_node to at least 2."
         )
     first = total - separate if separate is not None else 0
     engines = tuple(range(first, total))

@@ -11,6 +11,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 2**31
 """What a GPU needs next to weights and cache: logits, prompts under way, graphs."""
+
+
+HOST_SHARE = 0.5
+"""Most of a host's free memory that the cache takes as it fills, without a GPU."""
 
 
 class GraphEngine(LocalEngine):
@@ -75,17 +80,19 @@ class GraphEngine(LocalEngine):
         self._sampler.clear()
 
     async def sleep(self) -> None:
-        """Free weights, cache and graphs."""
-        self._version = self._sampler = self._model = None
+        """Free weights, cache and graphs; completions that are under way fail."""
+        async with self._model_in_use:  # By a burst whose callers may all have given up.
+            self._version = self._sampler = self._model = None
+        self._fail("the engine was put to sleep")
         if self._config.device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
 
     async def wake(self, memory: EngineMemory) -> None:
         """Allocate what ``sleep`` has freed; graphs are captured again as they are used."""
-        if memory is EngineMemory.weights:
+        if memory is EngineMemory.weights and self._model is None:
             self._model = await asyncio.to_thread(Model, self._config, self._ops)
-        else:
+        if memory is EngineMemory.kv_cache and self._sampler is None:
             self._sampler = self._make_sampler()
 
     async def shutdown(self) -> None:
@@ -109,7 +116,9 @@ class GraphEngine(LocalEngine):
         if config.device == "cuda":
             share = torch.cuda.get_device_properties(0).total_memory * config.gpu_memory_share
             room = max(0.0, share - self._model.num_bytes - WORKSPACE_BYTES)
-            num_pages = min(num_pages, int(room) // page_bytes)
+        else:
+            room = psutil.virtual_memory().available * HOST_SHARE
+        num_pages = min(num_pages, int(room) // page_bytes)
         if num_pages < most:
             raise UserError(
                 f"generation.backend=graph: there is memory for {num_pages * PAGE} tokens of KV "
@@ -130,28 +139,38 @@ class GraphEngine(LocalEngine):
             await self._answer()
 
     def _take(self, waiting: Waiting) -> None:
-        assert self._sampler is not None
         self._rows.append(Row(*waiting, self._config.max_model_len))
-        self._sampler.waiting.append(self._rows[-1])
+        if self._sampler is None:
+            self._fail("the engine is asleep")
+        else:
+            self._sampler.waiting.append(self._rows[-1])
 
     async def _answer(self) -> None:
         """Sample a burst and answer the requests that end with it."""
-        assert self._sampler is not None
-        try:
-            if self._interrupted.is_set():
-                ended = self._sampler.clear()
-            else:
-                async with self._model_in_use:
-                    ended = await asyncio.to_thread(self._sampler.burst)
-        except Exception as error:  # The boundary to kernels and drivers, which may raise anything.
-            logger.exception("A burst failed.")
-            self._sampler.clear()
-            for row in self._rows:
-                reason = f"The model failed request {row.request.request_id}: {error!r}"
-                fail(row.done, RunError(reason))
-            ended = []
+        async with self._model_in_use:
+            ended = await self._burst()
         for row in ended:
             if not row.done.done():  # Its caller may have given up.
                 assert self._version is not None
                 row.done.set_result(row.completion(self._version))
         self._rows = [row for row in self._rows if not row.done.done()]
+
+    async def _burst(self) -> list[Row]:
+        sampler = self._sampler
+        if sampler is None:  # Its rows have failed.
+            return []
+        if self._interrupted.is_set():
+            return sampler.clear()
+        try:
+            return await asyncio.to_thread(sampler.burst)
+        except Exception as error:  # The boundary to kernels and drivers, which may raise anything.
+            logger.exception("A burst failed.")
+            sampler.clear()
+            self._fail(f"the model raised {error!r}")
+            return []
+
+    def _fail(self, reason: str) -> None:
+        """Answer all requests by an error."""
+        for row in self._rows:
+            fail(row.done, RunError(f"Request {row.request.request_id} failed: {reason}."))
+        self._rows = []

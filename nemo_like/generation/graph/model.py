@@ -149,5 +149,5 @@ def _unknown(settings: PreTrainedConfig, device: str) -> str:
 def _refusal(path: str, problem: str) -> UserError:
     return UserError(
         f"generation.backend=graph cannot compute {path} with {problem}; set "
-        "generation.backend=vllm."
+        "generation.backend=vllm or hf."
     )

@@ -1,5 +1,8 @@
 """What a decoding step reads and writes on the device."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,10 +52,17 @@ class State:
         self.table = torch.zeros(num_rows + 1, pages, dtype=torch.int32, device=device)
         """Pages of each slot, in order."""
         size = (shape.layers, num_pages, shape.kv_heads, PAGE, shape.head_dim)
-        self.keys = torch.zeros(size, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys, self.values = (_zeros(size, dtype, device) for _ in range(2))
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         """Steps of this burst so far."""
         self.tokens = torch.zeros(BURST, num_rows, dtype=torch.int32, device=device)
         self.logprobs = torch.zeros(BURST, num_rows, device=device)
         """What each step of the burst drew."""
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A host gives numpy's zeros memory only where they are written; torch's all of it at once."""
+    if device.type == "cuda":
+        return torch.zeros(size, dtype=dtype, device=device)
+    numbers = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(numbers).view(dtype).view(size)
