@@ -40,7 +40,7 @@ def main() -> None:
 
 
 async def measured(name: str, *, kernels: bool) -> dict[str, Any]:
-    """Three rollouts with the same seeds, and a fourth under the profiler."""
+    """Three rollouts with the same seeds; with ``kernels`` a fourth, under the profiler."""
     workload = WORKLOADS[name]
     shape = SMOLLM2 if name == "smollm2" else SHAPES[name.replace("qwen", "qwen2.5-")]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,7 +98,7 @@ async def measured(name: str, *, kernels: bool) -> dict[str, Any]:
             if num_bursts != max(1, workload.max_new_tokens // (3 * BURST)):
                 return run(*arguments)
             found: list[Any] = []
-            record["burst"] = {"rows": len(arguments[0]), "steps": arguments[-1]}
+            record["burst"] = {"batch": len(arguments[0]), "steps": arguments[-1]}
             record["burst"] |= kernel_times(lambda: found.append(run(*arguments)))
             return found[0]
 

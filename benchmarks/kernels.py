@@ -12,8 +12,8 @@ NUM_NAMED = 24
 def kernel_times(work: Callable[[], Any]) -> dict[str, Any]:
     """Do ``work`` under torch's profiler.
 
-    ``busy_ms``: kernels together; ``span_ms``: from the first one's start to the last one's end;
-    ``kernels``: name, milliseconds and calls of the longest.
+    ``busy_ms``: kernels together (on a CPU operators, nested ones twice); ``span_ms``: from the
+    first one's start to the last one's end; ``kernels``: name, ms and calls of the longest.
     """
     on_gpu = torch.cuda.is_available()
     activity = (

@@ -203,6 +203,7 @@ WORKLOADS = {
             steps=10,
             reward="coin",
             trl_rows=1,
+            verl_tokens=17408,
             is_large=True,
             overrides=(*LARGE, "policy.micro_batch_tokens=17408"),  # two rows
         ),

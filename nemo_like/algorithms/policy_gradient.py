@@ -32,8 +32,8 @@ class PolicyGradient:
         self._count = 0.0
         """Denominators of the groups added so far."""
         most = config.rows_per_step * (config.generation.max_new_tokens if self._by_token else 1)
-        self._most = 2.0 ** math.ceil(math.log2(most))
-        """Divides early gradients, without rounding: sums would overflow float16."""
+        self._early_divisor = 2.0 ** math.ceil(math.log2(most))
+        """Of early gradients, whose sums would overflow float16. A power of two rounds nothing."""
         self.watch_rewards = RewardWatch(config.environment.reward)
 
     def logprobs(self, batch: RemoteBatch) -> Metrics:
@@ -54,7 +54,7 @@ class PolicyGradient:
         config, policy = self._config, self._live.policy
         if config.loss.kl_coef:
             policy.logprobs(part, with_policy=False)
-        counts = policy.add(part, self._loss, self._most)
+        counts = policy.add(part, self._loss, self._early_divisor)
         self._count += counts.tokens if self._by_token else counts.sequences
 
     def train(
@@ -69,7 +69,7 @@ class PolicyGradient:
         if config.rollout.overlap:
             count, self._count = self._count, 0.0
             with live.session.run.span("train"):
-                return live.policy.finish(count / self._most, check)
+                return live.policy.finish(count / self._early_divisor, check)
         with live.session.run.span("train"):
             updates = [
                 live.policy.train(one, self._loss, check=check if reuse else None)

@@ -6,6 +6,7 @@ denominator, so any plan gives the same gradient.
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,9 +16,10 @@ from nemo_like.errors import UserError
 USUAL_ATTENTION_TOKENS = 12 * 2048
 """``attention_tokens`` of a model whose config.json leaves sizes out, for a width h of 2,048: 4 h^2
 weights around attention and 8 h^2 in the feed-forward part. It decides speed only."""
-SHARED_KEYS_PER_TOKEN = 16
-"""Keys of shared prompts that count as one token of a bin: each row holds copies of its own, whose
-memory is at most that part of what a token's activations take."""
+OMITTED_PER_TOKEN = 16
+"""Omitted tokens of prompts that count as one token of a bin, for each row has copies of their keys
+and values: about what these take of a layer's memory with six or more query heads per key head.
+Models with fewer take up to 2.7 times as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +57,9 @@ def plan_micro_batches(
     order. Ranks have at least ``min_bins`` bins, a multiple of ``bins_multiple`` (pipelines need
     both): bins are split for it, and empty once no bin has two units.
 
-    ``prompts``: each row's prompt (a number) and its tokens. A row omits its prompt if the row
-    before it in the bin has the same one, but for its keys, so neighbours with one prompt share a
-    bin as far as they fit and ranks get equal work. Not with ``padded`` or ``max_rows``.
+    ``prompts``: each row's prompt (a number) and its tokens. A row after one with the same prompt
+    omits it, but for a part (``OMITTED_PER_TOKEN``). Neighbours with one prompt share a bin where
+    that fits and leaves ranks equal work. Not with ``padded`` or ``max_rows``.
 
     Raises UserError if rows that must stay together exceed a bound alone.
 
@@ -74,8 +76,10 @@ def plan_micro_batches(
     ways = [units]
     if prompts is not None:
         # Whole groups, and smaller and smaller parts of them, which several ranks can take.
-        most = [len(lengths) >> i for i in range(len(lengths).bit_length() if num_ranks > 1 else 1)]
-        ways[:0] = [rows.joined(units, max_tokens, one) for one in most]
+        largest = max(Counter(number for number, _ in prompts).values(), default=1)
+        halvings = range(largest.bit_length() if num_ranks > 1 else 1)
+        parts = [-(-largest // 2**i) for i in halvings]
+        ways[:0] = [rows.joined(units, max_tokens, max_rows=one) for one in parts]
 
     def pack(units: Sequence[tuple[int, ...]]) -> tuple[int, MicroBatchPlan]:
         sizes, costs = list(map(rows.size, units)), list(map(rows.cost, units))
@@ -114,7 +118,7 @@ class _Rows:
         lengths = [self.lengths[row] for row in unit]
         if self.padded:
             return max(lengths) * len(unit)
-        return sum(lengths) - sum(n - -(-n // SHARED_KEYS_PER_TOKEN) for n in self._spared(unit))
+        return sum(lengths) - sum(n - -(-n // OMITTED_PER_TOKEN) for n in self._spared(unit))
 
     def cost(self, unit: Sequence[int]) -> int:
         """Length + length^2 / attention_tokens, times attention_tokens to stay exact."""

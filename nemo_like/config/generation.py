@@ -94,7 +94,8 @@ class EngineKind:
     sleeps: bool = False
     """Whether ``sleep`` frees memory."""
     lowest_temperature: float = 0.01
-    """Least temperature above 0 whose logprobs are right; vLLM raises lower ones to 0.01."""
+    """Least temperature above 0 whose logprobs are right: vLLM raises lower ones to 0.01, and
+    float32 logits over lower ones are off by more than 4e-4."""
     most_adapter_rank: int = 0
     """Largest rank of LoRA adapters that it computes with apart from the model. 0: none."""
     float32_adapters_on_gpus: bool = True

@@ -177,8 +177,8 @@ class PolicyConfig(Section):
     """``packed``: rows end to end without padding; ``shared``: also compute a prompt that
     neighbouring rows have in common only once; ``padded``: one row per line."""
     micro_batch_tokens: Annotated[int, Field(ge=2)] = 8192
-    """Most tokens of one forward and backward pass, padding included, and with
-    ``batching=shared`` a sixteenth of the prompts that rows leave out, for copies of their keys."""
+    """Most tokens of one forward and backward pass, padding included. With ``batching=shared`` a
+    sixteenth of each omitted prompt counts too, for copies of its keys and values."""
     micro_batch_size: Annotated[
         Count | None,
         OnlyIf(

@@ -190,9 +190,9 @@ def check_lengths(
     ``data.overlong=drop``, by its number.
     """
     most = min(context, micro_batch_tokens) - max_new_tokens
-    limit, raised = "the model's context", ""
+    limit, remedy = "the model's context", ""
     if micro_batch_tokens < context:
-        limit, raised = "policy.micro_batch_tokens", "raise it, "
+        limit, remedy = "policy.micro_batch_tokens", "raise it, "
     kept, longest, num_cut = [], 0, 0
     for row in rows:
         try:
@@ -206,7 +206,7 @@ def check_lengths(
         if length > most and config.overlong == "refuse":
             raise UserError(
                 f"{key}: the prompt of row {row.index} has {length} tokens (the first row is 0), "
-                f"and {limit} leaves {most} beside the completion; {raised}shorten it, lower "
+                f"and {limit} leaves {most} beside the completion; {remedy}shorten it, lower "
                 "generation.max_new_tokens, or set data.overlong to drop, truncate_left or "
                 "truncate_right."
             )

@@ -105,7 +105,8 @@ _HEAD_DIMS = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "helium", "ministral3", "qwen3", "seed_oss"), 128),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), 256),
 }
-"""What transformers takes where config.json has no ``head_dim``; else hidden size over heads."""
+"""By ``model_type``, what transformers takes where config.json has no ``head_dim``. Others take
+hidden size over heads."""
 
 
 def number(settings: dict[str, Any], key: str) -> int | None:
@@ -145,7 +146,7 @@ def read_model_shape(model_folder: Path) -> ModelShape:
         intermediate=number(settings, "intermediate_size") or 4 * hidden,
         heads=heads,
         kv_heads=number(settings, "num_key_value_heads") or heads,
-        head_dim=_head_dim(settings, hidden, heads),
+        head_dim=head_dim(settings, hidden, heads),
         vocab=wanted("vocab_size"),
         # transformers leaves out what equals the default of PreTrainedConfig, which is true.
         tied=bool(settings.get("tie_word_embeddings", True)),
@@ -163,13 +164,14 @@ def attention_tokens(model_folder: Path) -> int:
     hidden, heads = number(settings, "hidden_size"), number(settings, "num_attention_heads")
     if not hidden or not heads:
         return USUAL_ATTENTION_TOKENS
-    head_dim = _head_dim(settings, hidden, heads)
-    queries, keys = heads * head_dim, (number(settings, "num_key_value_heads") or heads) * head_dim
+    dim = head_dim(settings, hidden, heads)
+    queries, keys = heads * dim, (number(settings, "num_key_value_heads") or heads) * dim
     weights = 2 * hidden * (queries + keys) + 3 * hidden * _inner_width(settings, hidden)
     return max(1, round(weights / queries))
 
 
-def _head_dim(settings: dict[str, Any], hidden: int, heads: int) -> int:
+def head_dim(settings: dict[str, Any], hidden: int, heads: int) -> int:
+    """Numbers of one head."""
     default = _HEAD_DIMS.get(settings.get("model_type", ""), hidden // heads)
     return number(settings, "head_dim") or default
 

@@ -10,7 +10,7 @@ from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.layout import ParallelSizes, common_divisors, num_stages, parallel_sizes
-from nemo_like.planning.model_shape import number, read_settings
+from nemo_like.planning.model_shape import head_dim, number, read_settings
 from nemo_like.planning.resources import (
     ResourcePlan,
     engines_sleep,
@@ -186,12 +186,10 @@ def _split_rows(settings: dict[str, Any], tp: int) -> dict[str, int]:
     if hidden is not None:
         rows["hidden_size"] = hidden
         if heads is not None:
-            head_dim = number(settings, "head_dim") or hidden // heads
+            dim = head_dim(settings, hidden, heads)
             kv_heads = number(settings, "num_key_value_heads") or heads
-            rows["num_attention_heads x head_dim / tensor_parallel_size"] = heads * head_dim // tp
-            rows["num_key_value_heads x head_dim / tensor_parallel_size"] = (
-                kv_heads * head_dim // tp
-            )
+            rows["num_attention_heads x head_dim / tensor_parallel_size"] = heads * dim // tp
+            rows["num_key_value_heads x head_dim / tensor_parallel_size"] = kv_heads * dim // tp
     if inner is not None:
         rows["intermediate_size / tensor_parallel_size"] = inner // tp
     if vocab is not None and vocab % tp == 0:  # a vocabulary that does not divide stays whole

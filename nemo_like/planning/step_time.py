@@ -34,8 +34,8 @@ PARAMETER_S = 4e-12
 """Of a forward and backward pass, for each parameter, whatever the tokens: reading it, and writing
 and adding up its gradient."""
 LAUNCH_S = 5e-3
-"""Of Python, which launches the kernels of a layer's forward and backward pass; the GPU works at
-the same time."""
+"""Of Python, to launch the kernels of a layer's forward and backward pass; the GPU computes
+meanwhile."""
 COLLECTIVES_S = 1e-3
 """Of Python, for a layer's exchanges with other ranks."""
 RECOMPUTED = {"none": 0.0, "selective": 0.2, "full": 1.0}
@@ -184,13 +184,14 @@ def _passes(
 ) -> tuple[float, str]:
     """Seconds of forward and backward passes, and what bounds them."""
     # Frozen weights get no gradients.
-    passes = (2 if policy.lora.rank else 3) + RECOMPUTED[policy.activation_checkpointing]
+    recomputed = RECOMPUTED[policy.activation_checkpointing]
+    passes = (2 if policy.lora.rank else 3) + recomputed
     compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
     sizes, count = parallel_sizes(policy, num_ranks), _micro_batches(policy, num_ranks, num_tokens)
     of_pass = shape.num_parameters / (sizes.pp * sizes.tp)
     on_gpu_s = compute_s / num_ranks + count * PARAMETER_S * of_pass
     launched_s = LAUNCH_S + COLLECTIVES_S * (num_ranks > sizes.pp)
-    on_host_s = count * launched_s * shape.layers / sizes.pp
+    on_host_s = count * launched_s * shape.layers / sizes.pp * (1 + recomputed / 3)
     bubble = _with_bubble(policy, num_ranks, num_tokens)
     if on_host_s > on_gpu_s:
         return on_host_s * bubble, "Python, which launches kernels"

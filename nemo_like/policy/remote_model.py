@@ -208,7 +208,7 @@ class RemoteModel:
     def add(self, batch: RemoteBatch, loss: Loss, divided_by: float) -> Denominators:
         """Compute gradients of some of a step's rows, and return their counts; see ``finish``.
 
-        ``divided_by``: in place of the step's denominators, which are not known yet.
+        ``divided_by`` divides them in place of the step's denominator, which is not known yet.
         """
         batch = trained(batch)
         if len(batch):
@@ -218,7 +218,10 @@ class RemoteModel:
         return counts_of(batch)
 
     def finish(self, divide_by: float, check: Callable[[Metrics], None] | None = None) -> Metrics:
-        """One optimizer step on everything added; ``divide_by``: what its division left."""
+        """One optimizer step on everything added.
+
+        ``divide_by``: the loss's denominator over ``divided_by`` of ``add``.
+        """
         if not divide_by:
             logger.warning("No row of this step trains; its optimizer step is skipped.")
             return {}

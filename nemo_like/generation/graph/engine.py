@@ -35,7 +35,7 @@ WORKSPACE_BYTES = 2**31
 
 
 HOST_SHARE = 0.5
-"""Most of a host's free memory that the cache takes as it fills, without a GPU."""
+"""Most of a host's free memory that one engine's cache takes as it fills, without a GPU."""
 
 
 class GraphEngine(LocalEngine):
@@ -81,12 +81,8 @@ class GraphEngine(LocalEngine):
 
     async def sleep(self) -> None:
         """Free weights, cache and graphs; completions that are under way fail."""
-        async with self._model_in_use:  # By a burst whose callers may all have given up.
-            self._version = self._sampler = self._model = None
-        self._fail("the engine was put to sleep")
-        if self._config.device == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        async with self._model_in_use:  # A burst may run for callers that gave up.
+            self._free("the engine was put to sleep")
 
     async def wake(self, memory: EngineMemory) -> None:
         """Allocate what ``sleep`` has freed; graphs are captured again as they are used."""
@@ -98,7 +94,7 @@ class GraphEngine(LocalEngine):
     async def shutdown(self) -> None:
         """Stop serving and free memory; completions that are under way fail."""
         await super().shutdown()
-        await self.sleep()
+        self._free("the engine was shut down")
 
     def _copy_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         assert self._model is not None
@@ -169,8 +165,15 @@ class GraphEngine(LocalEngine):
             self._fail(f"the model raised {error!r}")
             return []
 
+    def _free(self, reason: str) -> None:
+        self._version = self._sampler = self._model = None
+        self._fail(reason)
+        if self._config.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def _fail(self, reason: str) -> None:
-        """Answer all requests by an error."""
+        """Answer all requests with an error."""
         for row in self._rows:
             fail(row.done, RunError(f"Request {row.request.request_id} failed: {reason}."))
         self._rows = []

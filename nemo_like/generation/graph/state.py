@@ -61,7 +61,7 @@ class State:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A host gives numpy's zeros memory only where they are written; torch's all of it at once."""
+    """Zeros. On a host they are numpy's, which take memory as they are written."""
     if device.type == "cuda":
         return torch.zeros(size, dtype=dtype, device=device)
     numbers = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
