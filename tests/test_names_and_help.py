@@ -263,7 +263,7 @@ def test_help_of_a_section_and_of_a_key_has_defaults_ranges_and_choices(said):
     assert "One of adamw, sgd, muon" in " ".join(section.split())
     assert "policy.optimizer.*" in said("grpo", "--help", "policy")
     key = " ".join(said("grpo", "--help", "validation.top_p").split())
-    assert key.startswith("validation.top_p=1.0 Nucleus sampling, in (0, 1]. Refused where")
+    assert key.startswith("validation.top_p=1.0 Nucleus sampling. In [1e-06, 1]. Refused where")
     assert " At least 1." in " ".join(said("grpo", "--help=grpo.max_steps").split())
     refused = " ".join(said("grpo", "--help", "loss.kl_estimator").split())
     assert "Refused where it has no effect: loss.kl_coef is 0" in refused

@@ -73,13 +73,6 @@ def plan_micro_batches(
     rows = _Rows(lengths, prompts, attention_tokens, padded)
     units = [tuple(range(i, i + rows_per_unit)) for i in range(0, len(lengths), rows_per_unit)]
     _check_bounds(units, list(map(rows.size, units)), max_tokens, max_rows, rows_per_unit)
-    ways = [units]
-    if prompts is not None:
-        # Whole groups, and smaller and smaller parts of them, which several ranks can take.
-        largest = max(Counter(number for number, _ in prompts).values(), default=1)
-        halvings = range(largest.bit_length() if num_ranks > 1 else 1)
-        parts = [-(-largest // 2**i) for i in halvings]
-        ways[:0] = [rows.joined(units, max_tokens, max_rows=one) for one in parts]
 
     def pack(units: Sequence[tuple[int, ...]]) -> tuple[int, MicroBatchPlan]:
         sizes, costs = list(map(rows.size, units)), list(map(rows.cost, units))
@@ -101,7 +94,7 @@ def plan_micro_batches(
         )
         return max(sum(costs[unit] for unit in hand) for hand in hands), plan
 
-    return min(map(pack, ways), key=lambda way: way[0])[1]
+    return min(map(pack, rows.ways(units, max_tokens, num_ranks)), key=lambda way: way[0])[1]
 
 
 @dataclass(frozen=True)
@@ -134,7 +127,17 @@ class _Rows:
         pairs = pairwise(unit)
         return [prompts[b][1] for a, b in pairs if prompts[a] == prompts[b]]
 
-    def joined(
+    def ways(
+        self, units: list[tuple[int, ...]], max_tokens: int, num_ranks: int
+    ) -> list[list[tuple[int, ...]]]:
+        """Whole groups as units, smaller and smaller parts that ranks can share, single units."""
+        if self.prompts is None:
+            return [units]
+        largest = max(Counter(number for number, _ in self.prompts).values(), default=1)
+        parts = [-(-largest // 2**i) for i in range(largest.bit_length() if num_ranks > 1 else 1)]
+        return [*(self._joined(units, max_tokens, most) for most in parts), units]
+
+    def _joined(
         self, units: Iterable[tuple[int, ...]], max_tokens: int, max_rows: int
     ) -> list[tuple[int, ...]]:
         """Merge neighbouring units with one prompt, up to ``max_tokens`` and ``max_rows``."""

@@ -31,7 +31,7 @@ class ValidationConfig(Section):
     temperature: Annotated[float, Field(ge=0), _ON, _HAS_ROWS] = 1.0
     """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Field(ge=1e-6, le=1), _ON, _HAS_ROWS, _NOT_GREEDY] = 1.0
-    """Nucleus sampling, from 1e-6 to 1."""
+    """Nucleus sampling."""
     top_k: Annotated[int, Field(ge=0), _ON, _HAS_ROWS, _NOT_GREEDY] = 0
     """Most likely tokens to sample from. 0: all."""
     max_new_tokens: Annotated[Count | None, _ON, _HAS_ROWS] = None
