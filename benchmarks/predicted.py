@@ -29,8 +29,8 @@ from nemo_like.planning.model_shape import ModelShape
 from nemo_like.planning.resources import ResourcePlan, plan_run
 from nemo_like.planning.step_time import (
     ROLLOUT_S,
-    VLLM_REFIT_S,
     RowTokens,
+    Work,
     decoding,
     forward_seconds,
     offload_seconds,
@@ -127,7 +127,7 @@ def compared() -> Iterator[Compared]:
     yield from _offload()
     for record in read_rows(RESULTS / "refit-h200.jsonl"):
         shape = shape_of(record["shape"] or "qwen2.5-1.5b")
-        predicted = VLLM_REFIT_S + refit_seconds(shape, "bfloat16", num_ranks=1, sleeps=False)
+        predicted = refit_seconds(shape, "bfloat16", num_ranks=1, sleeps=False, backend="vllm")
         yield Compared(f"refit-h200 {record['shape']}", "refit", predicted, record["median_s"])
     for record in read_rows(RESULTS / "decoding-h200.jsonl"):
         yield _decoding(record)
@@ -264,7 +264,7 @@ def _training(name: str, record: dict[str, Any]) -> Iterator[Compared]:
     count = trained + record["rows"] * prompt / shares * ranks
     name = f"{name} {record['shape']} {ranks} {record['rows']} {record['config']}"
     for phase, predict in (("logprobs", forward_seconds), ("train", train_seconds)):
-        predicted = predict(policy, shape_of(record["shape"]), ranks, count, mean, trained)
+        predicted = predict(Work(policy, shape_of(record["shape"]), ranks, count, mean, trained))
         yield Compared(name[:64], phase, predicted, min(record[f"{phase}_s"][2:]))
     # Micro-batches have whole rows, or whole groups.
     unit = mean if shares == 1 else (mean - prompt) * shares + prompt

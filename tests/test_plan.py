@@ -42,6 +42,7 @@ from nemo_like.planning.step_time import (
     PARAMETER_S,
     ROLLOUT_S,
     SHARDS_BYTES_PER_S,
+    Work,
     forward_seconds,
     offload_seconds,
     predict_step,
@@ -584,7 +585,7 @@ def test_a_pipeline_waits_at_its_ends_and_gathers_nothing(schedule, idle):
 
     def seconds(of, num_ranks, **parallel):
         config = PolicyConfig(micro_batch_tokens=1024, parallel=ParallelConfig(**parallel))
-        return of(config.replace(offload="optimizer"), TINY, num_ranks, 8192, 1024, 8192)
+        return of(Work(config.replace(offload="optimizer"), TINY, num_ranks, 8192, 1024, 8192))
 
     for of in (forward_seconds, train_seconds):
         piped = seconds(of, 4, pipeline_parallel_size=4, pipeline_schedule=schedule)
@@ -594,7 +595,7 @@ def test_a_pipeline_waits_at_its_ends_and_gathers_nothing(schedule, idle):
 def test_products_of_32_bits_take_as_long_as_a_gpu_takes_for_them():
     shape = predicted.shape_of("qwen2.5-7b")
     exact, rounded = (
-        train_seconds(PolicyConfig(dtype=dtype, compile=True), shape, 1, 8192, 1024, 8192)
+        train_seconds(Work(PolicyConfig(dtype=dtype, compile=True), shape, 1, 8192, 1024, 8192))
         for dtype in ("float32", "bfloat16")
     )
     flops = 6 * 8192 * shape.num_parameters
@@ -608,7 +609,7 @@ def test_a_pass_takes_what_python_needs_to_launch_it_or_the_gpu_to_compute_it():
         parallel = ParallelConfig(data_parallel="ddp" if ranks > 1 else "fsdp")
         config = PolicyConfig(micro_batch_tokens=micro_batch_tokens, parallel=parallel)
         config = config.replace(dtype="bfloat16", offload="optimizer", compile=True)
-        return train_seconds(config, shape, ranks, 8192 * ranks, 1024, 8192 * ranks)
+        return train_seconds(Work(config, shape, ranks, 8192 * ranks, 1024, 8192 * ranks))
 
     launches = TINY.layers * LAUNCH_S
     assert (seconds(TINY, 8192), seconds(TINY, 2048)) == pytest.approx((launches, 4 * launches))
@@ -860,7 +861,7 @@ def test_every_algorithm_has_a_plan(name, rows, capsys):
 
 def test_a_forward_pass_waits_only_for_parameters_of_others():
     def seconds(ranks, **sizes):
-        return forward_seconds(policy(**sizes), TINY, ranks, 8192, 1024, 8192)
+        return forward_seconds(Work(policy(**sizes), TINY, ranks, 8192, 1024, 8192))
 
     alone = seconds(1) / 8
     assert seconds(8, data_parallel="ddp") == seconds(8, replicate=8) == pytest.approx(alone)
@@ -872,7 +873,7 @@ def test_layers_are_gathered_once_a_micro_batch_and_pass_unless_they_stay_whole(
 
     def seconds(of, stays):
         config = policy(reshard_after_forward=not stays).replace(micro_batch_tokens=2048)
-        return of(config, TINY, 2, 8192, 1024, 8192)
+        return of(Work(config, TINY, 2, 8192, 1024, 8192))
 
     once = 4 * TOTAL / 2 / SHARDS_BYTES_PER_S
     # Gradients, in training, go once, or once a micro-batch.
@@ -882,7 +883,7 @@ def test_layers_are_gathered_once_a_micro_batch_and_pass_unless_they_stay_whole(
 
 def test_copies_step_on_all_parameters_and_add_up_gradients_once():
     config = PolicyConfig(parallel=ParallelConfig(data_parallel="ddp"))
-    two, four = (train_seconds(config, TINY, n, 8192 * n, 1024, 8192 * n) for n in (2, 4))
+    two, four = (train_seconds(Work(config, TINY, n, 8192 * n, 1024, 8192 * n)) for n in (2, 4))
     assert four - two == pytest.approx(2 * (3 / 4 - 1 / 2) * 4 * TOTAL / SHARDS_BYTES_PER_S)
     on_host = config.replace(offload="optimizer")
     assert offload_seconds(on_host, TOTAL, 4) == offload_seconds(on_host, TOTAL, 1)
@@ -890,14 +891,14 @@ def test_copies_step_on_all_parameters_and_add_up_gradients_once():
 
 def test_gradients_of_frozen_matrices_do_not_travel():
     config = PolicyConfig(lora=LoraConfig(rank=4, targets=["of_another_kind"]))
-    two, four = (train_seconds(config, TINY, n, 8192 * n, 1024, 8192 * n) for n in (2, 4))
+    two, four = (train_seconds(Work(config, TINY, n, 8192 * n, 1024, 8192 * n)) for n in (2, 4))
     assert four - two == pytest.approx(2 * (3 / 4 - 1 / 2) * 4 * TOTAL / SHARDS_BYTES_PER_S)
 
 
 def test_a_pipeline_gathers_and_reduces_once_a_step():
     """It does either way, whatever the micro-batches."""
     stays, goes = (
-        train_seconds(policy(pp=2, reshard_after_forward=one), TINY, 4, 32768, 1024, 32768)
+        train_seconds(Work(policy(pp=2, reshard_after_forward=one), TINY, 4, 32768, 1024, 32768))
         for one in (False, True)
     )
     assert stays == goes
@@ -905,7 +906,7 @@ def test_a_pipeline_gathers_and_reduces_once_a_step():
 
 def test_moments_on_the_host_take_no_time_of_the_passes():
     on_gpu, on_host = (
-        train_seconds(PolicyConfig(offload=offload), TINY, 1, 8192, 1024, 8192)
+        train_seconds(Work(PolicyConfig(offload=offload), TINY, 1, 8192, 1024, 8192))
         for offload in ("none", "optimizer")
     )
     assert on_gpu - on_host == pytest.approx(MOMENT_S["float32"] * TOTAL)

@@ -8,11 +8,12 @@ machine has cached, are left out.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
 from nemo_like.planning.activations import BYTES
-from nemo_like.planning.layout import num_stages, parallel_sizes
+from nemo_like.planning.layout import ParallelSizes, num_stages, parallel_sizes
 from nemo_like.planning.model_shape import FLOAT32, MOST_SEQUENCES, ModelShape, engine_bytes
 from nemo_like.planning.parameters import moments_bytes, stay_whole
 from nemo_like.planning.resources import ResourcePlan, engines_sleep
@@ -104,13 +105,18 @@ def predict_step(
     if isinstance(config, PolicyGradientRunConfig):
         updates, parts = config.loop.num_updates, config.loop.num_mini_batches
         logprob_passes += not config.reuses_logprobs
-    update_s = TRAIN_ROW_S * config.rows_per_step / ranks / parts
-    of_update = policy, shape, ranks, count / parts, row, trained / parts
-    update_s += train_seconds(*of_update)
-    generation, (_, bound_by) = config.generation, _passes(*of_update)
-    sleeps = engines_sleep(generation, plan)
-    refit_s = refit_seconds(shape, policy.dtype, num_ranks=ranks, sleeps=sleeps)
-    refit_s += VLLM_REFIT_S * (generation.backend != "graph")
+    generation = config.generation
+    update = Work(policy, shape, ranks, count / parts, row, trained / parts)
+    update_s = TRAIN_ROW_S * config.rows_per_step / ranks / parts + train_seconds(update)
+    by_python = update.on_host_s > update.on_gpu_s
+    bound_by = "Python, which launches kernels" if by_python else _PRODUCTS
+    refit_s = refit_seconds(
+        shape,
+        policy.dtype,
+        num_ranks=ranks,
+        sleeps=engines_sleep(generation, plan),
+        backend=generation.backend,
+    )
     phases = [
         _rollout(config, shape, plan, tokens),
         PhaseTime(name="refit", seconds=refit_s, bound_by="copies and calls"),
@@ -120,82 +126,111 @@ def predict_step(
         by_bus = "moments to and from the host"
         phases.append(PhaseTime(name="optimizer", seconds=updates * transit_s, bound_by=by_bus))
     if logprob_passes:
-        forward_s = logprob_passes * forward_seconds(policy, shape, ranks, count, row, trained)
+        rows = Work(policy, shape, ranks, count, row, trained)
+        forward_s = logprob_passes * forward_seconds(rows)
         phases.insert(2, PhaseTime(name="logprobs", seconds=forward_s, bound_by=_PRODUCTS))
     return phases
 
 
-def forward_seconds(
-    policy: PolicyConfig,
-    shape: ModelShape,
-    num_ranks: int,
-    num_tokens: float,
-    row_tokens: float,
-    num_trained: float,
-) -> float:
-    """A pass over ``num_tokens`` of all ranks together, in rows of ``row_tokens``.
+@dataclass(frozen=True)
+class Work:
+    """What a policy's ranks compute together, in one pass over some rows or one step on them."""
 
-    ``num_trained``: tokens that are not of prompts.
-    """
-    gathered = _micro_batches(policy, num_ranks, num_tokens)
-    if not policy.parallel.reshard_after_forward:
-        gathered = 1
-    moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape.num_parameters, num_ranks)
-    compute_s = _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
-    compute_s *= _with_bubble(policy, num_ranks, num_tokens)
-    return compute_s / num_ranks + moved / SHARDS_BYTES_PER_S
+    policy: PolicyConfig
+    shape: ModelShape
+    num_ranks: int
+    num_tokens: float
+    row_tokens: float
+    """Of one row."""
+    num_trained: float
+    """Tokens that are not of prompts."""
+
+    @cached_property
+    def sizes(self) -> ParallelSizes:
+        """Of the layout."""
+        return parallel_sizes(self.policy, self.num_ranks)
+
+    @cached_property
+    def num_micro_batches(self) -> int:
+        """Of one rank."""
+        return math.ceil(self.num_tokens / self.sizes.dp / self.policy.micro_batch_tokens)
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Of a forward pass, on one GPU alone."""
+        policy, shape = self.policy, self.shape
+        numbers = shape.layers * shape.hidden
+        flops = 2 * (shape.num_parameters + numbers * self.row_tokens)
+        between = BETWEEN_PRODUCTS_S * shape.layers * (shape.hidden + NARROW)
+        logits_s = 0.0 if policy.compile else self.num_trained * shape.vocab * EAGER_LOGIT_S
+        rate = FLOAT32_FLOPS if policy.dtype == "float32" else PEAK_FLOPS * PRODUCTS_SHARE
+        return self.num_tokens * (flops / rate + between) + logits_s
+
+    @cached_property
+    def on_gpu_s(self) -> float:
+        """Of forward and backward passes, what each GPU computes."""
+        # Frozen weights get no gradients.
+        passes = (2 if self.policy.lora.rank else 3) + self._recomputed
+        of_pass = self.shape.num_parameters / (self.sizes.pp * self.sizes.tp)
+        parameters_s = self.num_micro_batches * PARAMETER_S * of_pass
+        return passes * self.forward_s / self.num_ranks + parameters_s
+
+    @cached_property
+    def on_host_s(self) -> float:
+        """Of forward and backward passes, what Python needs to launch them."""
+        launched_s = LAUNCH_S + COLLECTIVES_S * (self.num_ranks > self.sizes.pp)
+        layers = self.shape.layers / self.sizes.pp
+        return self.num_micro_batches * launched_s * layers * (1 + self._recomputed / 3)
+
+    @property
+    def bubble(self) -> float:
+        """A pipeline's time over that of its work, 1 + (p - 1) / (v m): p ranks, v stages each, m
+        micro-batches (arXiv:2104.04473, section 2.2)."""
+        parallel = self.policy.parallel
+        size = parallel.pipeline_parallel_size
+        per_rank = num_stages(parallel) // size
+        count = max(size, self.num_micro_batches)
+        if parallel.pipeline_schedule == "interleaved":
+            count = math.ceil(count / size) * size
+        return 1 + (size - 1) / (per_rank * count)
+
+    def from_others(self, num_parameters: float) -> float:
+        """Of so many parameters, those that a rank gets from others when layers are gathered."""
+        sizes = self.sizes
+        return num_parameters / (sizes.pp * sizes.tp) * (1 - 1 / (sizes.shard * sizes.cp))
+
+    @property
+    def _recomputed(self) -> float:
+        return RECOMPUTED[self.policy.activation_checkpointing]
 
 
-def train_seconds(
-    policy: PolicyConfig,
-    shape: ModelShape,
-    num_ranks: int,
-    num_tokens: float,
-    row_tokens: float,
-    num_trained: float,
-) -> float:
+def forward_seconds(work: Work) -> float:
+    """One forward pass."""
+    policy = work.policy
+    gathered = work.num_micro_batches if policy.parallel.reshard_after_forward else 1
+    moved = gathered * BYTES[policy.dtype] * work.from_others(work.shape.num_parameters)
+    return work.forward_s * work.bubble / work.num_ranks + moved / SHARDS_BYTES_PER_S
+
+
+def train_seconds(work: Work) -> float:
     """Forward and backward passes, and the optimizer where its state is on the GPU."""
-    passes_s, _ = _passes(policy, shape, num_ranks, num_tokens, row_tokens, num_trained)
-    sizes, count = parallel_sizes(policy, num_ranks), _micro_batches(policy, num_ranks, num_tokens)
+    policy, sizes = work.policy, work.sizes
     # What stays whole is gathered once, and its gradients travel once, like those of DDP.
     once = stay_whole(policy, sizes) or policy.parallel.data_parallel == "ddp"
-    reduced = 1 if once else count
+    reduced = 1 if once else work.num_micro_batches
     gathered = 1 if once else 2 * reduced
     # Gradients and state of adapters are too small to count.
-    trained = 0 if policy.lora.rank else shape.num_parameters
-    moved = gathered * BYTES[policy.dtype] * _from_others(policy, shape.num_parameters, num_ranks)
-    moved += reduced * FLOAT32 * _from_others(policy, trained, num_ranks)
+    trained = 0 if policy.lora.rank else work.shape.num_parameters
+    moved = gathered * BYTES[policy.dtype] * work.from_others(work.shape.num_parameters)
+    moved += reduced * FLOAT32 * work.from_others(trained)
     # Copies add up their gradients, each sending and receiving all of its own.
-    of_rank = trained * sizes.replicate / num_ranks
+    of_rank = trained * sizes.replicate / work.num_ranks
     moved += reduced * FLOAT32 * 2 * (1 - 1 / sizes.replicate) * of_rank
     state_s = MOMENT_S[policy.optimizer.moments] * of_rank
     if policy.offload == "optimizer":
         state_s = 0.0
+    passes_s = max(work.on_gpu_s, work.on_host_s) * work.bubble
     return passes_s + state_s + moved / SHARDS_BYTES_PER_S
-
-
-def _passes(
-    policy: PolicyConfig,
-    shape: ModelShape,
-    num_ranks: int,
-    num_tokens: float,
-    row_tokens: float,
-    num_trained: float,
-) -> tuple[float, str]:
-    """Seconds of forward and backward passes, and what bounds them."""
-    # Frozen weights get no gradients.
-    recomputed = RECOMPUTED[policy.activation_checkpointing]
-    passes = (2 if policy.lora.rank else 3) + recomputed
-    compute_s = passes * _compute_seconds(policy, shape, num_tokens, row_tokens, num_trained)
-    sizes, count = parallel_sizes(policy, num_ranks), _micro_batches(policy, num_ranks, num_tokens)
-    of_pass = shape.num_parameters / (sizes.pp * sizes.tp)
-    on_gpu_s = compute_s / num_ranks + count * PARAMETER_S * of_pass
-    launched_s = LAUNCH_S + COLLECTIVES_S * (num_ranks > sizes.pp)
-    on_host_s = count * launched_s * shape.layers / sizes.pp * (1 + recomputed / 3)
-    bubble = _with_bubble(policy, num_ranks, num_tokens)
-    if on_host_s > on_gpu_s:
-        return on_host_s * bubble, "Python, which launches kernels"
-    return on_gpu_s * bubble, _PRODUCTS
 
 
 def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int) -> float:
@@ -208,50 +243,15 @@ def offload_seconds(policy: PolicyConfig, num_parameters: float, num_ranks: int)
     return max(moved_s, MOMENT_S[optimizer.moments] * of_rank)
 
 
-def _compute_seconds(
-    policy: PolicyConfig,
-    shape: ModelShape,
-    num_tokens: float,
-    row_tokens: float,
-    num_trained: float,
+def refit_seconds(
+    shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool, backend: str
 ) -> float:
-    """Of one forward pass on one GPU."""
-    numbers = shape.layers * shape.hidden
-    flops = 2 * (shape.num_parameters + numbers * row_tokens)
-    between = BETWEEN_PRODUCTS_S * shape.layers * (shape.hidden + NARROW)
-    logits_s = 0.0 if policy.compile else num_trained * shape.vocab * EAGER_LOGIT_S
-    rate = FLOAT32_FLOPS if policy.dtype == "float32" else PEAK_FLOPS * PRODUCTS_SHARE
-    return num_tokens * (flops / rate + between) + logits_s
-
-
-def _with_bubble(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> float:
-    """A pipeline's time over that of its work, 1 + (p - 1) / (v m): p ranks, v stages each, m
-    micro-batches (arXiv:2104.04473, section 2.2)."""
-    parallel = policy.parallel
-    size = parallel.pipeline_parallel_size
-    per_rank = num_stages(parallel) // size
-    count = max(size, _micro_batches(policy, num_ranks, num_tokens))
-    if parallel.pipeline_schedule == "interleaved":
-        count = math.ceil(count / size) * size
-    return 1 + (size - 1) / (per_rank * count)
-
-
-def _micro_batches(policy: PolicyConfig, num_ranks: int, num_tokens: float) -> int:
-    return math.ceil(num_tokens / parallel_sizes(policy, num_ranks).dp / policy.micro_batch_tokens)
-
-
-def _from_others(policy: PolicyConfig, num_parameters: float, num_ranks: int) -> float:
-    """Of so many parameters, those that a rank gets from others when layers are gathered."""
-    sizes = parallel_sizes(policy, num_ranks)
-    return num_parameters / (sizes.pp * sizes.tp) * (1 - 1 / (sizes.shard * sizes.cp))
-
-
-def refit_seconds(shape: ModelShape, dtype: str, *, num_ranks: int, sleeps: bool) -> float:
     """From ``num_ranks`` of the policy to engines."""
     size = shape.num_parameters * BYTES[dtype]
     gathered_s = size / GATHERED_BYTES_PER_S if num_ranks > 1 else 0.0
     wake_s = size / WAKE_BYTES_PER_S if sleeps else 0.0
-    return REFIT_S + size / REFIT_BYTES_PER_S + gathered_s + wake_s
+    calls_s = REFIT_S + VLLM_REFIT_S * (backend != "graph")
+    return calls_s + size / REFIT_BYTES_PER_S + gathered_s + wake_s
 
 
 def row_seconds(config: SamplingRunConfig) -> float:
