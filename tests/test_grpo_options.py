@@ -285,7 +285,9 @@ def test_a_step_of_groups_added_early_divides_by_the_counts_of_all(normalization
         session=SimpleNamespace(run=SimpleNamespace(span=lambda _: nullcontext())),
         mismatch_check=lambda: None,
     )
-    config = config_of("rollout.overlap=true", f"loss.normalization={normalization}")
+    config = config_of(
+        "rollout.overlap=true", f"loss.normalization={normalization}", "grpo.num_prompts_per_step=3"
+    )
     updates, batch = PolicyGradient(config, live), batch_of([1.0], [0])  # pyright: ignore
     for step in (1, 2):
         for _ in counts:

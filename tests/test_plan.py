@@ -605,14 +605,16 @@ def test_products_of_32_bits_take_as_long_as_a_gpu_takes_for_them():
 def test_a_pass_takes_what_python_needs_to_launch_it_or_the_gpu_to_compute_it():
     """Each micro-batch costs a narrow model the launches, and a wide one all of its parameters."""
 
-    def seconds(shape, micro_batch_tokens, ranks=1):
+    def seconds(shape, micro_batch_tokens, ranks=1, **changes):
         parallel = ParallelConfig(data_parallel="ddp" if ranks > 1 else "fsdp")
         config = PolicyConfig(micro_batch_tokens=micro_batch_tokens, parallel=parallel)
-        config = config.replace(dtype="bfloat16", offload="optimizer", compile=True)
+        config = config.replace(dtype="bfloat16", offload="optimizer", compile=True, **changes)
         return train_seconds(Work(config, shape, ranks, 8192 * ranks, 1024, 8192 * ranks))
 
     launches = TINY.layers * LAUNCH_S
     assert (seconds(TINY, 8192), seconds(TINY, 2048)) == pytest.approx((launches, 4 * launches))
+    recomputed = seconds(TINY, 8192, activation_checkpointing="full")
+    assert recomputed == pytest.approx(4 / 3 * launches), "a forward pass is launched again"
     gradients = 2 * (1 - 1 / 2) * 4 * TOTAL / SHARDS_BYTES_PER_S
     exchanges = TINY.layers * COLLECTIVES_S
     assert seconds(TINY, 8192, ranks=2) == pytest.approx(launches + exchanges + gradients)
