@@ -1,6 +1,6 @@
 """Rollouts of ``generation.backend=graph`` alone, in one process, with random weights.
 
-    python benchmarks/decoding.py --out decoding.jsonl smollm2 qwen1.5b qwen7b
+    python benchmarks/decoding.py --out decoding.jsonl [--fp8] smollm2 qwen1.5b qwen7b
 
 A record has the seconds of three rollouts of the workload's size, of which the first captures CUDA
 graphs; those that ran on the device; tokens; and the share of completions equal to the run before.
@@ -12,17 +12,20 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from kernels import kernel_times
+from torch import Tensor
 from transformers import AutoConfig
 from workloads import SHAPES, SMOLLM2, WORKLOADS
 
 from nemo_like.generation.graph.engine import GraphEngine
 from nemo_like.generation.graph.state import BURST
 from nemo_like.generation.protocol import EngineConfig, GenerationRequest, SamplingParams
+from nemo_like.models.build import TensorSpec, expected_tensors
 
 PROMPT_TOKENS = 60
 
@@ -32,14 +35,16 @@ def main() -> None:
     parser.add_argument("workloads", nargs="+", choices=("smollm2", "qwen1.5b", "qwen7b", "tiny"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kernels", action="store_true", help="profile a burst a third of the way")
+    parser.add_argument("--fp8", action="store_true", help="generation.quantization=fp8")
     args = parser.parse_args()
     for name in args.workloads:
-        record = {"workload": name, **asyncio.run(measured(name, kernels=args.kernels))}
+        found = asyncio.run(measured(name, kernels=args.kernels, fp8=args.fp8))
+        record = {"workload": name, "fp8": args.fp8, **found}
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 
-async def measured(name: str, *, kernels: bool) -> dict[str, Any]:
+async def measured(name: str, *, kernels: bool, fp8: bool) -> dict[str, Any]:
     """Three rollouts with the same seeds; with ``kernels`` a fourth, under the profiler."""
     workload = WORKLOADS[name]
     shape = SMOLLM2 if name == "smollm2" else SHAPES[name.replace("qwen", "qwen2.5-")]
@@ -57,16 +62,12 @@ async def measured(name: str, *, kernels: bool) -> dict[str, Any]:
             max_num_seqs=workload.num_completions,
             device=device,
             gpu_memory_share=0.6,
+            quantization="fp8" if fp8 else None,
             engine_kwargs={},
         )
     )
     await engine.start()
-    draw = torch.Generator(device).manual_seed(0)
-    for key, weight in engine._model._named.items():
-        if "norm" in key:
-            weight.fill_(1.0)
-        else:
-            weight.normal_(0, 0.02, generator=draw)
+    engine._copy_weights(random_weights(expected_tensors(folder, torch.bfloat16), device))
     engine._version = 1
     on_device = 0.0
     run = engine._sampler._decoder.run
@@ -106,6 +107,13 @@ async def measured(name: str, *, kernels: bool) -> dict[str, Any]:
         await asyncio.gather(*map(engine.generate, requests(name, shape["vocab_size"])))
     await engine.shutdown()
     return {"device": torch.cuda.get_device_name() if device == "cuda" else device, **record}
+
+
+def random_weights(specs: Mapping[str, TensorSpec], device: str) -> Iterator[tuple[str, Tensor]]:
+    draw = torch.Generator(device).manual_seed(0)
+    for name, (shape, dtype) in specs.items():
+        tensor = torch.ones(shape, dtype=dtype, device=device)
+        yield name, tensor if "norm" in name else tensor.normal_(0, 0.02, generator=draw)
 
 
 def requests(name: str, vocab: int) -> list[GenerationRequest]:

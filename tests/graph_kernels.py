@@ -97,3 +97,31 @@ def test_kernels_norm_and_gate_as_torch_does(width):
     torch.testing.assert_close(
         triton_ops().silu_mul(x.contiguous()), torch_ops.silu_mul(x), atol=1e-5, rtol=1e-5
     )
+
+
+def test_kernels_round_to_8_bits_as_torch_does():
+    x = (
+        torch.randn(5, 5000, device=DEVICE)
+        * torch.tensor([1, 0, 1e-3, 1e3, 9], device=DEVICE)[:, None]
+    )
+    ours, right = triton_ops().rounded(x), torch_ops.rounded(x)
+    assert torch.equal(ours.scale, right.scale)
+    numbers, exact = ours.numbers.float(), right.numbers.float()
+    differ = numbers != exact
+    if DEVICE == "cpu":  # Triton's interpreter does not carry into the exponent.
+        differ &= exact.abs().log2() % 1 != 0
+    assert not differ.any()
+    assert exact.abs().amax(1).tolist() == [448, 0, 448, 448, 448]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 17, 128])
+def test_a_gpu_multiplies_in_8_bits_as_torch_does(rows, dtype):
+    torch.manual_seed(6)
+    x = torch.randn(rows, 576, device=DEVICE, dtype=dtype)
+    weight = torch_ops.rounded(torch.randn(1536, 576, device=DEVICE, dtype=dtype))
+    right = torch_ops.linear_in_8_bits(x.float(), weight)
+    found = triton_ops().linear_in_8_bits(x, weight).float()
+    assert (found - right).abs().max() < 2**-8 * right.abs().max()
+    assert right.std().item() == pytest.approx(24, rel=0.1)

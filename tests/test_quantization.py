@@ -1,7 +1,10 @@
 """Sampling in 8 bits: what is refused, and a real engine against matrices rounded by hand."""
 
+import json
 import logging
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.section import check_sections
 from nemo_like.errors import UserError
+from nemo_like.generation.graph.engine import GraphEngine
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.loading import refuse_incomplete
@@ -49,10 +53,14 @@ def rounded(rows: Tensor) -> Tensor:
     return (rows.float() / scale).to(FP8).float() * scale
 
 
-def round_layers(model: nn.Module) -> None:
-    """Round all layers' matrices; embedding and output head keep their 16 bits."""
+ALL = "layers"
+INNER_MLPS = "layers.[12].mlp"
+
+
+def round_layers(model: nn.Module, which: str) -> None:
+    """Round matrices that have the pattern ``which`` in their names."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head":
+        if isinstance(module, nn.Linear) and re.search(which, name):
             model.set_submodule(name, Rounded(module))
 
 
@@ -68,13 +76,24 @@ def rescale(model: LlamaForCausalLM) -> None:
             following.weight.data /= 4
 
 
-def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(tmp_path, run):
+def four_layers(folder: Path) -> None:
+    """Let the model have four, of which two are neither the first nor the last."""
+    file = folder / "model" / "config.json"
+    settings = json.loads(file.read_text()) | {"num_hidden_layers": 4}
+    file.write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(("engine_class", "which"), [(VLLMEngine, ALL), (GraphEngine, INNER_MLPS)])
+def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(
+    tmp_path, run, engine_class, which
+):
     """Rounding is that of 8 bits by its size; what is left of an old matrix would show in bits.
 
     Matrices that are rescaled by powers of two have the same 8 bits and other scales.
     """
     config = make_config(tmp_path, True, dtype="bfloat16", quantization="fp8", **SMALL_CACHE)
-    engine = VLLMEngine(config)
+    four_layers(tmp_path)
+    engine = engine_class(config)
     run(engine.start())
     try:
         case = Case(engine, config, run, tolerance=0)
@@ -87,7 +106,7 @@ def test_each_refit_rounds_the_new_weights_and_leaves_none_of_the_old(tmp_path, 
             pairs = list(zip(requests, found[-1], strict=True))
             sampled = torch.cat([torch.tensor(one.logprobs) for one in found[-1]])
             exact = torch.cat([case.reference(asked, one.token_ids) for asked, one in pairs])
-            round_layers(case.model)
+            round_layers(case.model, which)
             by_hand = torch.cat([case.reference(asked, one.token_ids) for asked, one in pairs])
             noise = (by_hand - exact).abs().mean()
             assert (sampled - by_hand).abs().mean() < noise
@@ -223,3 +242,9 @@ def test_an_engine_in_8_bits_is_as_small_as_its_numbers():
     assert sizes == (2 * (matrices + rest), 2 * cache)
     both = GenerationConfig(quantization="fp8", **FP8_CACHE)
     assert engine_bytes(both, "bfloat16", shape, 32) == (matrices + 2 * rest, cache)
+    mlps = GenerationConfig(backend="graph", quantization="fp8")
+    assert engine_bytes(mlps, "bfloat16", shape, 32) == sizes
+    saved = 2 * 3 * 8 * 16
+    four = replace(shape, layers=4)
+    whole, _ = engine_bytes(GenerationConfig(), "bfloat16", four, 32)
+    assert engine_bytes(mlps, "bfloat16", four, 32)[0] == whole - saved

@@ -100,8 +100,9 @@ class EngineKind:
     """Largest rank of LoRA adapters that it computes with apart from the model. 0: none."""
     float32_adapters_on_gpus: bool = True
     """Whether it computes with adapters of 32 bits there."""
-    quantizes: bool = False
-    """Whether it can sample with weights of 8 bits, made anew at each refit."""
+    quantizes: Literal["matrices", "inner MLPs"] | None = None
+    """What it can sample with in 8 bits, made anew at each refit: all matrices of layers, or those
+    of MLPs but the first and the last."""
     has_turns: bool = True
     """Whether it can go on in a conversation."""
     float32_logits_on: tuple[str, ...] = ()
@@ -118,7 +119,7 @@ VLLM = EngineKind(
     sleeps=True,
     most_adapter_rank=512,
     float32_adapters_on_gpus=False,
-    quantizes=True,
+    quantizes="matrices",
     float32_logits_on=("cuda",),
     prepare="nemo_like.generation.vllm.environment:start_fork_server",
 )
@@ -126,6 +127,7 @@ HF = EngineKind(engine="nemo_like.generation.hf_engine:HFEngine", most_adapter_r
 GRAPH = EngineKind(
     engine="nemo_like.generation.graph.engine:GraphEngine",
     sleeps=True,
+    quantizes="inner MLPs",
     float32_logits_on=("cuda", "cpu"),
 )
 REPLAY = EngineKind(
@@ -188,9 +190,10 @@ class GenerationConfig(Section):
     """Engines that share each bundle (GPU). Two help small models, which an engine's CPU side
     slows down."""
     quantization: Annotated[Literal["fp8"] | None, _needs("quantizes")] = None
-    """Sample with the layers' matrices in 8 bits (vllm; dense models). ``fp8``: one scale for each
-    row of a matrix, made at each refit, and one for each token. The policy keeps ``policy.dtype``,
-    so ``mismatch`` grows, and ``loss.importance`` must correct for it."""
+    """Sample with matrices in 8 bits (dense models; vllm: all of the layers'; graph: those of MLPs,
+    but for the first and the last). ``fp8``: one scale for each row of a matrix, made at each
+    refit, and one for each token. The policy keeps ``policy.dtype``, so ``mismatch`` grows, and
+    ``loss.importance`` must correct for it."""
     sleep: bool = True
     """Free the engine's GPU memory while the policy trains on the same GPU (vllm, graph). False
     saves about 0.1 s per step where memory holds both; ``graph`` also keeps its CUDA graphs."""

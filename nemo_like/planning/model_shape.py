@@ -57,7 +57,12 @@ class ModelShape:
     def layer_matrices(self) -> int:
         """Parameters of one layer's matrices: q, k, v, o; gate, up, down. (Biases: below 0.1 %.)"""
         attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.key_width
-        return attention + 3 * self.hidden * self.intermediate
+        return attention + self.mlp_matrices
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Parameters of one layer's gate, up and down."""
+        return 3 * self.hidden * self.intermediate
 
     @property
     def layer_norms(self) -> int:
@@ -211,12 +216,20 @@ def kept_share(settings: dict[str, Any], num_tokens: int, at_once: int = 0) -> f
     return sum(kept.get(kind, 0.0) for kind in kinds) / len(kinds)
 
 
+def _numbers_in_8_bits(generation: GenerationConfig, shape: ModelShape) -> int:
+    if generation.quantization is None:
+        return 0
+    if generation.kind.quantizes == "matrices":
+        return shape.layers * shape.layer_matrices
+    return max(0, shape.layers - 2) * shape.mlp_matrices
+
+
 def engine_bytes(
     generation: GenerationConfig, dtype: str, shape: ModelShape, num_tokens: int
 ) -> tuple[int, int]:
     """An engine's weights, and its KV cache of one sequence, on each of its GPUs."""
     size, tp = BYTES[dtype], generation.tensor_parallel_size
-    saved = shape.layers * shape.layer_matrices * (size - 1) if generation.quantization else 0
+    saved = (size - 1) * _numbers_in_8_bits(generation, shape)
     of_number = 1 if generation.kv_cache_is_quantized else size
     cache = kv_bytes_per_sequence(shape, num_tokens, of_number, tp)
     return (shape.num_parameters * size - saved) // tp, cache

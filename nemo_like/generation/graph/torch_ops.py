@@ -3,6 +3,8 @@
 Shapes: N rows of a batch, H query heads, K key heads, D numbers of a head, V vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -10,6 +12,33 @@ from torch.nn import functional
 from nemo_like.generation.graph.state import PAGE, State
 
 _MASK = 2**32 - 1
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SMALLEST = 1e-30
+"""Rows of zeros have a scale, too."""
+
+
+class Rounded(NamedTuple):
+    """A matrix in 8 bits (e4m3), each row over what makes its largest number ``LARGEST``."""
+
+    numbers: Tensor
+    """[N, E]"""
+    scale: Tensor
+    """[N, 1], float32"""
+
+
+def rounded(rows: Tensor) -> Rounded:
+    """Those of ``rows`` [N, E]."""
+    wide = rows.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / LARGEST
+    return Rounded((wide / scale).to(FP8), scale)
+
+
+def linear_in_8_bits(x: Tensor, weight: Rounded) -> Tensor:
+    """The product [N, O] of x [N, E], rounded, and ``weight`` [O, E]; sums are of 32 bits."""
+    mine = rounded(x)
+    product = mine.numbers.float() @ weight.numbers.float().t()
+    return (product * mine.scale * weight.scale.t()).to(x.dtype)
 
 
 def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

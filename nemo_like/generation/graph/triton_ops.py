@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nemo_like.generation.graph.state import PAGE, State
+from nemo_like.generation.graph.torch_ops import FP8, LARGEST, SMALLEST, Rounded
 
 _VOCAB_BLOCK = 4096
 _FEW_PROGRAMS = 200
@@ -34,6 +35,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024)
+    return out
+
+
+def linear_in_8_bits(x: Tensor, weight: Rounded) -> Tensor:
+    """See ``torch_ops``; bfloat16, which is what products of scaled rows come in."""
+    mine = rounded(x)
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        mine.numbers,
+        weight.numbers.t(),
+        scale_a=mine.scale,
+        scale_b=weight.scale.t(),
+        out_dtype=torch.bfloat16,
+    )
+
+
+def rounded(rows: Tensor) -> Rounded:
+    """See ``torch_ops``."""
+    num_rows, width = rows.shape
+    out = Rounded(torch.empty_like(rows, dtype=FP8), rows.new_empty(num_rows, 1, dtype=torch.float))
+    _round[(num_rows,)](rows, *out, width, LARGEST, SMALLEST, 2048, num_warps=8)
     return out
 
 
@@ -115,6 +136,24 @@ def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
     silu = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
     product = silu.to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * width + at, product.to(gate.dtype), mask=ok)
+
+
+@triton.jit
+def _round(
+    rows, numbers, scales, width, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    peak = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        x = tl.load(rows + row * width + start + at, mask=start + at < width, other=0.0)
+        peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
+    scale = tl.maximum(tl.max(peak), SMALLEST) / LARGEST
+    tl.store(scales + row, scale)
+    for start in range(0, width, BLOCK):
+        ok = start + at < width
+        x = tl.load(rows + row * width + start + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(numbers + row * width + start + at, (x / scale).to(tl.float8e4nv), mask=ok)
 
 
 @triton.jit

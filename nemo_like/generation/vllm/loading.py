@@ -59,16 +59,14 @@ def _load(
     if current_platform.is_cpu():
         _load_as_at_start(model, config, tensors)
     elif _computes_with_loaded_weights(model):
-        if _quantize_as_loaded(model):  # from tensors kept until their layer is complete
-            tensors = ((name, tensor.clone()) for name, tensor in tensors)
-        model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
+        model.load_weights(_quantized(model, tensors))  # pyright: ignore[reportCallIssue]
         refuse_incomplete(model)
     else:
         _forget(model)
         # Unpacks layer by layer what start-up packed for the kernels, and keeps every tensor's
         # address, which CUDA graphs rely on. It keeps tensors until their layer is complete,
         # hence the copies.
-        reload(weights_iterator=((n, t.clone()) for n, t in tensors))
+        reload(weights_iterator=_copies(tensors))
         # What pads a kernel's tensors is never written.
         _refuse_unwritten(model, torch.all)
 
@@ -90,15 +88,20 @@ def _quantizes(method: object) -> bool:
     return getattr(method, "uses_meta_device", False)
 
 
-def _quantize_as_loaded(model: nn.Module) -> bool:
-    """Prepare layers of 8 bits for new matrices; whether there are any.
+def _quantized(model: nn.Module, tensors: Tensors) -> Tensors:
+    """``tensors``, for which layers of 8 bits are prepared: copies if there are such layers.
 
-    vLLM collects the tensors of a layer, and once it has all, writes over the old copy in place.
+    vLLM keeps the tensors of a layer, and once it has all, writes over the old numbers in place.
     """
     layers = [one for one in model.modules() if _quantizes(getattr(one, "quant_method", None))]
     for layer in layers:
         initialize_layerwise_reload(layer)
-    return bool(layers)
+    return _copies(tensors) if layers else tensors
+
+
+def _copies(tensors: Tensors) -> Tensors:
+    """Of tensors that are overwritten as later ones come."""
+    return ((name, tensor.clone()) for name, tensor in tensors)
 
 
 def refuse_incomplete(model: nn.Module) -> None:
@@ -118,7 +121,7 @@ def _load_as_at_start(model: nn.Module, config: VllmConfig, tensors: Tensors) ->
     experts, and of whatever a model copies in without vLLM's own loaders.
     """
     _unpack(model)
-    _quantize_as_loaded(model)
+    tensors = _quantized(model, tensors)
     _forget(model)
     model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
     refuse_incomplete(model)
