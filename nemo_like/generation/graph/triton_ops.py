@@ -148,12 +148,12 @@ def _round(
     for start in range(0, width, BLOCK):
         x = tl.load(rows + row * width + start + at, mask=start + at < width, other=0.0)
         peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
-    scale = tl.maximum(tl.max(peak), SMALLEST) / LARGEST
+    scale = tl.div_rn(tl.maximum(tl.max(peak), SMALLEST), LARGEST)
     tl.store(scales + row, scale)
     for start in range(0, width, BLOCK):
         ok = start + at < width
         x = tl.load(rows + row * width + start + at, mask=ok, other=0.0).to(tl.float32)
-        tl.store(numbers + row * width + start + at, (x / scale).to(tl.float8e4nv), mask=ok)
+        tl.store(numbers + row * width + start + at, tl.div_rn(x, scale).to(tl.float8e4nv), mask=ok)
 
 
 @triton.jit
