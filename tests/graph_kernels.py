@@ -99,29 +99,50 @@ def test_kernels_norm_and_gate_as_torch_does(width):
     )
 
 
-def test_kernels_round_to_8_bits_as_torch_does():
-    x = (
-        torch.randn(5, 5000, device=DEVICE)
-        * torch.tensor([1, 0, 1e-3, 1e3, 9], device=DEVICE)[:, None]
-    )
-    ours, right = triton_ops().rounded(x), torch_ops.rounded(x)
-    assert torch.equal(ours.scale, right.scale)
+def assert_rounded_alike(ours: torch_ops.Rounded, right: torch_ops.Rounded) -> None:
+    """But for what a unit in the last place of the scale moves."""
+    torch.testing.assert_close(ours.scale, right.scale, rtol=1e-6, atol=0)
     numbers, exact = ours.numbers.float(), right.numbers.float()
     differ = numbers != exact
     if DEVICE == "cpu":  # Triton's interpreter does not carry into the exponent.
         differ &= exact.abs().log2() % 1 != 0
-    assert not differ.any()
-    assert exact.abs().amax(1).tolist() == [448, 0, 448, 448, 448]
+    assert differ.float().mean() < 5e-3
+    torch.testing.assert_close(numbers[differ], exact[differ], rtol=0.13, atol=2**-9)
+
+
+def product_of(rows: int, width: int) -> torch_ops.Product:
+    """With small and large scales."""
+    torch.manual_seed(5)
+    scales = (torch.rand(each, 1, device=DEVICE) * 1e-3 for each in (rows, width))
+    return torch_ops.Product(100 * torch.randn(rows, width, device=DEVICE), *scales)
+
+
+def test_kernels_add_and_round_as_torch_does():
+    x, weight = product_of(5, 576), torch.rand(576, device=DEVICE)
+    residual = torch.randn(5, 576, device=DEVICE)
+    residual[3] = 0
+    x.numbers[3] = 0
+    mine = residual.clone()
+    found = triton_ops().add_norm(x, mine, weight, 1e-6, rounds=True)
+    right = torch_ops.add_norm(x, residual, weight, 1e-6, rounds=True)
+    torch.testing.assert_close(mine, residual)
+    assert_rounded_alike(found, right)
+    largest = right.numbers.float().abs().amax(1).tolist()
+    assert largest == [448, 448, 448, 0, 448]
+
+
+def test_kernels_gate_and_round_as_torch_does():
+    x = product_of(5, 2 * 5000)
+    found, right = triton_ops().silu_mul(x), torch_ops.silu_mul(x)
+    assert_rounded_alike(found, right)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 17, 128])
-def test_a_gpu_multiplies_in_8_bits_as_torch_does(rows, dtype):
+def test_a_gpu_multiplies_in_8_bits_as_torch_does(rows):
     torch.manual_seed(6)
-    x = torch.randn(rows, 576, device=DEVICE, dtype=dtype)
-    weight = torch_ops.rounded(torch.randn(1536, 576, device=DEVICE, dtype=dtype))
-    right = torch_ops.linear_in_8_bits(x.float(), weight)
-    found = triton_ops().linear_in_8_bits(x, weight).float()
-    assert (found - right).abs().max() < 2**-8 * right.abs().max()
+    x = torch_ops.rounded(torch.randn(rows, 576, device=DEVICE))
+    weight = torch_ops.rounded(torch.randn(1536, 576, device=DEVICE))
+    found, right = (each.multiply(x, weight).whole() for each in (triton_ops(), torch_ops))
+    assert (found - right).abs().max() < 2**-7 * right.abs().max()
     assert right.std().item() == pytest.approx(24, rel=0.1)

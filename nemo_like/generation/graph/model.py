@@ -114,8 +114,10 @@ class Model:
             gate_up, down = mlp
             h = self._ops.add_norm(x, residual, weights["norm"], self._eps)
             h = attend(self._queries_keys_values(h, weights), number) @ weights["output"].t()
-            h = self._ops.add_norm(h, residual, weights["mlp_norm"], self._eps)
-            x = self._linear(self._ops.silu_mul(self._linear(h, gate_up)), down)
+            rounds = isinstance(gate_up, Rounded)
+            h = self._ops.add_norm(h, residual, weights["mlp_norm"], self._eps, rounds=rounds)
+            multiply = self._ops.multiply if rounds else functional.linear
+            x = multiply(self._ops.silu_mul(multiply(h, gate_up)), down)
         return self._ops.add_norm(x, residual, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -125,11 +127,6 @@ class Model:
         if hidden.is_cuda:
             return torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
         return hidden.float() @ self._head.float().t()
-
-    def _linear(self, x: Tensor, weight: Tensor | Rounded) -> Tensor:
-        if isinstance(weight, Rounded):
-            return self._ops.linear_in_8_bits(x, weight)
-        return x @ weight.t()
 
     def _queries_keys_values(self, h: Tensor, weights: dict[str, Tensor]) -> Tensor:
         qkv = functional.linear(h, weights["qkv"], weights.get("qkv_bias"))

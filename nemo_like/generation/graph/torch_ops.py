@@ -27,6 +27,21 @@ class Rounded(NamedTuple):
     """[N, 1], float32"""
 
 
+class Product(NamedTuple):
+    """That of two rounded matrices, before their scales, which the next step applies."""
+
+    numbers: Tensor
+    """[N, O]"""
+    row_scale: Tensor
+    """[N, 1]"""
+    column_scale: Tensor
+    """[O, 1]"""
+
+    def whole(self) -> Tensor:
+        """In float32."""
+        return self.numbers.float() * self.row_scale * self.column_scale.t()
+
+
 def rounded(rows: Tensor) -> Rounded:
     """Those of ``rows`` [N, E]."""
     wide = rows.float()
@@ -34,24 +49,34 @@ def rounded(rows: Tensor) -> Rounded:
     return Rounded((wide / scale).to(FP8), scale)
 
 
-def linear_in_8_bits(x: Tensor, weight: Rounded) -> Tensor:
-    """The product [N, O] of x [N, E], rounded, and ``weight`` [O, E]; sums are of 32 bits."""
-    mine = rounded(x)
-    product = mine.numbers.float() @ weight.numbers.float().t()
-    return (product * mine.scale * weight.scale.t()).to(x.dtype)
+def multiply(x: Rounded, weight: Rounded) -> Product:
+    """Of x [N, E] and ``weight`` [O, E]; sums are of 32 bits."""
+    numbers = x.numbers.float() @ weight.numbers.float().t()
+    return Product(numbers, x.scale, weight.scale)
 
 
-def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add ``x`` to ``residual`` in place; returns its RMS norm."""
+def add_norm(
+    x: Tensor | Product | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    rounds: bool = False,
+) -> Tensor | Rounded:
+    """Add ``x`` to ``residual`` in place; returns its RMS norm, in 8 bits if it ``rounds``."""
     if x is not None:
-        residual += x
+        residual += x.whole() if isinstance(x, Product) else x
     wide = residual.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normed.to(residual.dtype) * weight
+    normed = normed.to(residual.dtype) * weight
+    return rounded(normed) if rounds else normed
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """[N, 2 I] -> [N, I]."""
+def silu_mul(gate_up: Tensor | Product) -> Tensor | Rounded:
+    """[N, 2 I] -> [N, I], in 8 bits after a product of such."""
+    if isinstance(gate_up, Product):
+        gate, up = gate_up.whole().chunk(2, -1)
+        return rounded(functional.silu(gate) * up)
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate) * up
 

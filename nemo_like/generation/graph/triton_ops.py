@@ -11,51 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nemo_like.generation.graph.state import PAGE, State
-from nemo_like.generation.graph.torch_ops import FP8, LARGEST, SMALLEST, Rounded
+from nemo_like.generation.graph.triton_layers import add_norm, multiply, silu_mul
+
+__all__ = ["add_norm", "attend", "multiply", "sample", "silu_mul"]
 
 _VOCAB_BLOCK = 4096
 _FEW_PROGRAMS = 200
 """Below it attention to one sequence is split over several."""
 _MOST_SPLITS = 16
-
-
-def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``torch_ops``."""
-    out = torch.empty_like(residual)
-    rows, width = residual.shape
-    source = residual if x is None else x
-    block, warps = triton.next_power_of_2(width), 4 if width < 2048 else 8
-    grid, has_x = (rows,), x is not None
-    _add_norm[grid](source, residual, weight, out, width, eps, has_x, block, num_warps=warps)
-    return out
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """See ``torch_ops``."""
-    rows, width = len(gate_up), gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, 1024)
-    return out
-
-
-def linear_in_8_bits(x: Tensor, weight: Rounded) -> Tensor:
-    """See ``torch_ops``; bfloat16, which is what products of scaled rows come in."""
-    mine = rounded(x)
-    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        mine.numbers,
-        weight.numbers.t(),
-        scale_a=mine.scale,
-        scale_b=weight.scale.t(),
-        out_dtype=torch.bfloat16,
-    )
-
-
-def rounded(rows: Tensor) -> Rounded:
-    """See ``torch_ops``."""
-    num_rows, width = rows.shape
-    out = Rounded(torch.empty_like(rows, dtype=FP8), rows.new_empty(num_rows, 1, dtype=torch.float))
-    _round[(num_rows,)](rows, *out, width, LARGEST, SMALLEST, 2048, num_warps=8)
-    return out
 
 
 def attend(qkv: Tensor, layer: int, state: State) -> Tensor:
@@ -107,53 +70,6 @@ def _num_splits(programs: int, most_positions: int) -> int:
             break
         splits *= 2
     return splits
-
-
-@triton.jit
-def _add_norm(x, residual, weight, out, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    ok = at < width
-    r = tl.load(residual + row * width + at, mask=ok, other=0.0)
-    if HAS_X:
-        added = tl.load(x + row * width + at, mask=ok, other=0.0).to(tl.float32)
-        r = (r.to(tl.float32) + added).to(r.dtype)
-        tl.store(residual + row * width + at, r, mask=ok)
-    wide = r.to(tl.float32)
-    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)).to(r.dtype).to(tl.float32)
-    scaled = normed * tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, scaled.to(r.dtype), mask=ok)
-
-
-@triton.jit
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = at < width
-    gate = tl.load(gate_up + row * 2 * width + at, mask=ok, other=0.0)
-    up = tl.load(gate_up + row * 2 * width + width + at, mask=ok, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
-    product = silu.to(tl.float32) * up.to(tl.float32)
-    tl.store(out + row * width + at, product.to(gate.dtype), mask=ok)
-
-
-@triton.jit
-def _round(
-    rows, numbers, scales, width, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    peak = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        x = tl.load(rows + row * width + start + at, mask=start + at < width, other=0.0)
-        peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
-    scale = tl.div_rn(tl.maximum(tl.max(peak), SMALLEST), LARGEST)
-    tl.store(scales + row, scale)
-    for start in range(0, width, BLOCK):
-        ok = start + at < width
-        x = tl.load(rows + row * width + start + at, mask=ok, other=0.0).to(tl.float32)
-        tl.store(numbers + row * width + start + at, tl.div_rn(x, scale).to(tl.float8e4nv), mask=ok)
 
 
 @triton.jit
