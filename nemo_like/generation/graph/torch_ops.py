@@ -45,8 +45,8 @@ class Product(NamedTuple):
 def rounded(rows: Tensor) -> Rounded:
     """Those of ``rows`` [N, E]."""
     wide = rows.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / LARGEST
-    return Rounded((wide / scale).to(FP8), scale)
+    peak = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
+    return Rounded((wide * (LARGEST / peak)).to(FP8), peak / LARGEST)
 
 
 def multiply(x: Rounded, weight: Rounded) -> Product:

@@ -47,7 +47,8 @@ def silu_mul(gate_up: Tensor | Product) -> Tensor | Rounded:
     if isinstance(gate_up, Product):
         rows, width = len(gate_up.numbers), gate_up.numbers.shape[1] // 2
         rounded = _empty_rounded(gate_up.numbers, width)
-        _silu_mul_round[(rows,)](*gate_up, *rounded, width, 2048, LARGEST, SMALLEST, num_warps=8)
+        block = min(4096, triton.next_power_of_2(width))
+        _silu_mul_round[(rows,)](*gate_up, *rounded, width, block, LARGEST, SMALLEST, num_warps=16)
         return rounded
     rows, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
@@ -87,16 +88,10 @@ def _add_norm(
     scaled = normed * tl.load(weight + at, mask=ok, other=0.0).to(tl.float32)
     scaled = scaled.to(r.dtype)
     if ROUNDS:
-        scaled = scaled.to(tl.float32)
-        scale = _scale_of(tl.max(tl.abs(scaled)), LARGEST, SMALLEST)
-        tl.store(out_scale + row, scale)
-        scaled = tl.div_rn(scaled, scale).to(tl.float8e4nv)
+        peak = tl.maximum(tl.max(tl.abs(scaled.to(tl.float32))), SMALLEST)
+        tl.store(out_scale + row, peak / LARGEST)
+        scaled = (scaled.to(tl.float32) * (LARGEST / peak)).to(tl.float8e4nv)
     tl.store(out + row * width + at, scaled, mask=ok)
-
-
-@triton.jit
-def _scale_of(peak, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
-    return tl.div_rn(tl.maximum(peak, SMALLEST), LARGEST)
 
 
 @triton.jit
@@ -125,12 +120,12 @@ def _silu_mul_round(
         at = start + tl.arange(0, BLOCK)
         product = _scaled_silu_mul(gate_up + row * 2 * width, rows, column_scale, at, width)
         peak = tl.maximum(peak, tl.abs(product))
-    scale = _scale_of(tl.max(peak), LARGEST, SMALLEST)
-    tl.store(out_scale + row, scale)
+    peak = tl.maximum(tl.max(peak), SMALLEST)
+    tl.store(out_scale + row, peak / LARGEST)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         product = _scaled_silu_mul(gate_up + row * 2 * width, rows, column_scale, at, width)
-        numbers = tl.div_rn(product, scale).to(tl.float8e4nv)
+        numbers = (product * (LARGEST / peak)).to(tl.float8e4nv)
         tl.store(out + row * width + at, numbers, mask=at < width)
 
 
