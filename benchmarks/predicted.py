@@ -56,7 +56,8 @@ LEFT_OUT = {
     ),
     **dict.fromkeys([("lag-h200", i) for i in (8, 54)], "overlap at lag 0 is not predicted"),
 }
-_KEPT = "`graph` has its weights back sooner than vLLM, which wakes"
+_TURNS = "two `graph` engines on a GPU take turns, which one would not have to"
+_SHARED = "sampling by `graph` and training keep the same GPU busy, which plans count apart"
 _TWO_ENGINES = "unknown: two engines at once were slower than one, which of them changed by step"
 _WAKE = (
     "the engine took 0.1 s longer to wake than on another machine; rounding to 8 bits takes 0.06 s"
@@ -79,7 +80,12 @@ MISSED = {
     ("lag-h200 9 tail lag1, two GPUs", "step"): _PARTS,
     ("lag-h200 11 tail lag4, two GPUs", "step"): _PARTS,
     ("lag-h200 17 tail lag1, one GPU with MPS", "step"): _PLANS,
-    ("peers-h200 8 qwen7b", "refit"): _KEPT,
+    **{("graph-h200 5 smollm2", phase): _TURNS for phase in ("step", "rollout")},
+    **{
+        (f"lag-h200 {name}, one GPU with MPS, graph", "step"): _SHARED
+        for name in ("66 learning lag1", "67 learning lag1 seed1", "68 smollm2 lag1")
+    },
+    ("fp8-h200 6 learning", "train"): "each pass is Python's, which took longer than in line 5",
     ("fp8-h200 0 qwen7b", "refit"): _WAKE,
     ("fp8-h200 1 qwen7b", "refit"): _WAKE,
     **{("scaling-h200 6 qwen1.5b", phase): _TWO_ENGINES for phase in ("step", "rollout")},
@@ -129,8 +135,8 @@ def compared() -> Iterator[Compared]:
         shape = shape_of(record["shape"] or "qwen2.5-1.5b")
         predicted = refit_seconds(shape, "bfloat16", num_ranks=1, sleeps=False, backend="vllm")
         yield Compared(f"refit-h200 {record['shape']}", "refit", predicted, record["median_s"])
-    for record in read_rows(RESULTS / "decoding-h200.jsonl"):
-        yield _decoding(record)
+    for i, record in enumerate(read_rows(RESULTS / "decoding-h200.jsonl")):
+        yield _decoding(i, record)
 
 
 def shape_of(name: str) -> ModelShape:
@@ -186,7 +192,7 @@ def _run(name: str, record: dict[str, Any]) -> Iterator[Compared]:
         for one in phases:
             yield Compared(name, one.name, one.seconds, measured(one.name))
     if "train/gpu_memory_gib" in rows[0] and not config.overlaps:
-        yield _memory(name, config, shape, plan, rows)
+        yield _memory(name, config, shape, plan, rows, record)
 
 
 def _longest(config: SamplingRunConfig, row: dict[str, Any]) -> float:
@@ -220,12 +226,16 @@ def _memory(
     shape: ModelShape,
     plan: ResourcePlan,
     rows: list[dict[str, Any]],
+    record: dict[str, Any],
 ) -> Compared:
     """Peak of a policy rank, in micro-batches as full as they were."""
     ranks, policy = len(plan.policy), config.policy
+    prompt = PROMPT_TOKENS
+    if policy.batching == "shared":
+        prompt /= record["workload"]["num_generations"]
     filled = []
     for row in rows:
-        tokens = (row["rollout/completion_tokens"] + PROMPT_TOKENS) * config.rows_per_step / ranks
+        tokens = (row["rollout/completion_tokens"] + prompt) * config.rows_per_step / ranks
         count = math.ceil(tokens / policy.micro_batch_tokens)
         filled.append((math.ceil(tokens / count), count))
     full, count = max(filled)
@@ -235,16 +245,17 @@ def _memory(
     return Compared(name, "memory", max(phase.total for phase in phases), measured)
 
 
-def _decoding(record: dict[str, Any]) -> Compared:
+def _decoding(i: int, record: dict[str, Any]) -> Compared:
     """Of ``backend=graph`` alone."""
     workload = WORKLOADS[record["workload"]]
-    config = _config("generation.backend=graph", "policy.dtype=bfloat16")
+    rounds = ["generation.quantization=fp8"] * record.get("fp8", False)
+    config = _config("generation.backend=graph", "policy.dtype=bfloat16", *rounds)
     run, most = record["runs"][-1], workload.max_new_tokens
     at_once = run["tokens"] / most
     seen = round(60 + at_once / workload.num_completions * most / 2)
     token_s, _ = decoding(config, shape_of(workload.model.partition(",")[0]), seen)(at_once)
     return Compared(
-        f"decoding-h200 {workload.name}", "rollout", ROLLOUT_S + most * token_s, run["s"]
+        f"decoding-h200 {i} {workload.name}", "rollout", ROLLOUT_S + most * token_s, run["s"]
     )
 
 

@@ -141,7 +141,6 @@ WORKLOADS = {
             overrides=(
                 *ONE_GPU,
                 "policy.micro_batch_tokens=65536",
-                "generation.num_engines_per_bundle=2",
             ),
         ),
         Workload(

@@ -187,8 +187,8 @@ class GenerationConfig(Section):
     tensor_parallel_size: Annotated[Count, _needs("tensor_parallel")] = 1
     """Workers that share one engine (vllm)."""
     num_engines_per_bundle: Count = 1
-    """Engines that share each bundle (GPU). Two help small models, which an engine's CPU side
-    slows down."""
+    """Engines that share each bundle (GPU). With vllm, two help small models, which an engine's CPU
+    side slows down."""
     quantization: Annotated[Literal["fp8"] | None, _needs("quantizes")] = None
     """Sample with matrices in 8 bits (dense models; vllm: all of the layers'; graph: those of MLPs,
     but for the first and the last). ``fp8``: one scale for each row of a matrix, made at each
