@@ -23,6 +23,7 @@ from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.section import check_sections
 from nemo_like.errors import UserError
 from nemo_like.generation.graph.engine import GraphEngine
+from nemo_like.generation.graph.model import refuse_8_bits
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.loading import refuse_incomplete
@@ -164,7 +165,7 @@ FP8_CACHE = {"engine_kwargs": {"kv_cache_dtype": "fp8"}}
         ({"quantization": "fp8", "dtype": "float32"}, "needs policy.dtype=bfloat16"),
         (FP8_CACHE | {"dtype": "float32"}, "kv_cache_dtype needs policy.dtype=bfloat16"),
         ({"quantization": "fp8", "lora": {"rank": 4, "refit": "adapters"}}, "set merged"),
-        ({"quantization": "fp8", "backend": "hf"}, "generation.backend=vllm does"),
+        ({"quantization": "fp8", "backend": "hf"}, "generation.backend=vllm or graph does"),
     ],
     ids=str,
 )
@@ -231,10 +232,31 @@ def test_the_log_says_in_which_format_an_engine_has_its_logits(
     assert (logging.getLevelName(levelno), said.split()[-4]) == (level, head)
 
 
+SHAPE = ModelShape(
+    layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocab=10, tied=False
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "message"),
+    [
+        ({}, None, "needs three layers, and this model has 2; leave generation.quantization out"),
+        ({"layers": 3}, (8, 6), "capability 8.9 or newer, and this one has 8.6"),
+        ({"layers": 3}, (9, 0), "multiples of 16, and one is 8"),
+    ],
+)
+def test_what_graph_cannot_round_is_refused(changes, capability, message):
+    with pytest.raises(UserError, match=message):
+        refuse_8_bits(replace(SHAPE, **changes), capability)
+
+
+def test_what_graph_can_round_is_not_refused():
+    refuse_8_bits(replace(SHAPE, layers=3), None)
+    refuse_8_bits(replace(SHAPE, layers=3, hidden=32), (8, 9))
+
+
 def test_an_engine_in_8_bits_is_as_small_as_its_numbers():
-    shape = ModelShape(
-        layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocab=10, tied=False
-    )
+    shape = SHAPE
     matrices = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16)
     rest = 2 * 10 * 8 + 2 * 2 * 8 + 8
     cache = 64 * 2 * 2 * 4  # a block of 32 tokens and one to spare, two layers, keys and values

@@ -50,6 +50,7 @@ _SHARE = "gpu_memory_utilization"
 _PLAIN_KV_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 
 Transport = Literal["ipc", "broadcast"]
+_QUANTIZED = ("layers", "inner_mlps")
 
 
 def _refused_by_vllm(given: Mapping[str, Any]) -> Iterator[str]:
@@ -100,9 +101,9 @@ class EngineKind:
     """Largest rank of LoRA adapters that it computes with apart from the model. 0: none."""
     float32_adapters_on_gpus: bool = True
     """Whether it computes with adapters of 32 bits there."""
-    quantizes: Literal["matrices", "inner MLPs"] | None = None
-    """What it can sample with in 8 bits, made anew at each refit: all matrices of layers, or those
-    of MLPs but the first and the last."""
+    quantizes: Literal["layers", "inner_mlps"] | None = None
+    """Whose matrices it can hold in 8 bits, made anew at each refit: all layers', or those of MLPs
+    but for the first and the last layer."""
     has_turns: bool = True
     """Whether it can go on in a conversation."""
     float32_logits_on: tuple[str, ...] = ()
@@ -119,7 +120,7 @@ VLLM = EngineKind(
     sleeps=True,
     most_adapter_rank=512,
     float32_adapters_on_gpus=False,
-    quantizes="matrices",
+    quantizes="layers",
     float32_logits_on=("cuda",),
     prepare="nemo_like.generation.vllm.environment:start_fork_server",
 )
@@ -127,7 +128,7 @@ HF = EngineKind(engine="nemo_like.generation.hf_engine:HFEngine", most_adapter_r
 GRAPH = EngineKind(
     engine="nemo_like.generation.graph.engine:GraphEngine",
     sleeps=True,
-    quantizes="inner MLPs",
+    quantizes="inner_mlps",
     float32_logits_on=("cuda", "cpu"),
 )
 REPLAY = EngineKind(
@@ -154,13 +155,18 @@ def engine_kind(backend: str) -> EngineKind:
     kind = ENGINES.load(_KEY, backend)
     if not isinstance(kind, EngineKind):
         raise UserError(f"{_KEY}={backend} is a {type(kind).__name__}, not an EngineKind.")
+    if kind.quantizes not in (None, *_QUANTIZED):
+        raise UserError(
+            f"{_KEY}={backend} has quantizes={kind.quantizes}, which must be "
+            f"{' or '.join(_QUANTIZED)}."
+        )
     return kind
 
 
-def _needs(ability: str) -> OnlyIf:
+def _needs(ability: str, backends: str = "vllm") -> OnlyIf:
     return OnlyIf(
         lambda here, _: bool(getattr(here.kind, ability)),
-        "this generation.backend does not have it; generation.backend=vllm does",
+        f"this generation.backend does not have it; generation.backend={backends} does",
     )
 
 
@@ -189,9 +195,9 @@ class GenerationConfig(Section):
     num_engines_per_bundle: Count = 1
     """Engines that share each bundle (GPU). With vllm, two help small models, which an engine's CPU
     side slows down."""
-    quantization: Annotated[Literal["fp8"] | None, _needs("quantizes")] = None
-    """Sample with matrices in 8 bits (dense models; vllm: all of the layers'; graph: those of MLPs,
-    but for the first and the last). ``fp8``: one scale for each row of a matrix, made at each
+    quantization: Annotated[Literal["fp8"] | None, _needs("quantizes", "vllm or graph")] = None
+    """Sample with matrices in 8 bits (dense models; vllm: all layers'; graph: those of MLPs, but
+    for the first and the last layer). ``fp8``: one scale for each row of a matrix, made at each
     refit, and one for each token. The policy keeps ``policy.dtype``, so ``mismatch`` grows, and
     ``loss.importance`` must correct for it."""
     sleep: bool = True

@@ -60,6 +60,11 @@ class ModelShape:
         return attention + self.mlp_matrices
 
     @property
+    def inner_layers(self) -> range:
+        """All but the first and the last."""
+        return range(1, self.layers - 1)
+
+    @property
     def mlp_matrices(self) -> int:
         """Parameters of one layer's gate, up and down."""
         return 3 * self.hidden * self.intermediate
@@ -219,9 +224,9 @@ def kept_share(settings: dict[str, Any], num_tokens: int, at_once: int = 0) -> f
 def _numbers_in_8_bits(generation: GenerationConfig, shape: ModelShape) -> int:
     if generation.quantization is None:
         return 0
-    if generation.kind.quantizes == "matrices":
+    if generation.kind.quantizes == "layers":
         return shape.layers * shape.layer_matrices
-    return max(0, shape.layers - 2) * shape.mlp_matrices
+    return len(shape.inner_layers) * shape.mlp_matrices
 
 
 def engine_bytes(

@@ -63,9 +63,9 @@ VLLM_REFIT_S = 0.02
 GATHERED_BYTES_PER_S = 150e9
 """Of weights that policy ranks hold in parts."""
 WAKE_BYTES_PER_S = 80e9
+"""Of weights, in a refit to an engine that sleeps while the policy trains."""
 GRAPH_WAKE_BYTES_PER_S = 140e9
-"""Of weights, in a refit to an engine that sleeps while the policy trains; ``graph`` only makes
-room for them."""
+"""The same with ``graph``, which only makes room for them."""
 OFFLOAD_BYTES_PER_S = 42e9
 """Of AdamW's moments on their way through a GPU, in both directions at the same time."""
 MOMENT_S = {"float32": 0.9e-11, "bfloat16": 2.5e-11, "int8": 7.6e-11}
@@ -251,8 +251,8 @@ def refit_seconds(
     """From ``num_ranks`` of the policy to engines."""
     size = shape.num_parameters * BYTES[dtype]
     gathered_s = size / GATHERED_BYTES_PER_S if num_ranks > 1 else 0.0
-    wakes_at = GRAPH_WAKE_BYTES_PER_S if backend == "graph" else WAKE_BYTES_PER_S
-    wake_s = size / wakes_at if sleeps else 0.0
+    wake_rate = GRAPH_WAKE_BYTES_PER_S if backend == "graph" else WAKE_BYTES_PER_S
+    wake_s = size / wake_rate if sleeps else 0.0
     calls_s = REFIT_S + VLLM_REFIT_S * (backend != "graph")
     return calls_s + size / REFIT_BYTES_PER_S + gathered_s + wake_s
 

@@ -1,8 +1,8 @@
 """The ``Engine`` protocol over bursts of decoding steps that need nothing from the host.
 
 Read ``state`` first (what is on the device), then ``sampler`` (what the host decides between two
-bursts), ``decoder`` (a burst), ``model``, and the two implementations of what depends on the
-device: ``torch_ops`` and ``triton_ops``.
+bursts), ``decoder`` (a burst), ``model``, ``fp8``, and the two implementations of what depends on
+the device: ``torch_ops``, and ``triton_ops`` with ``triton_pointwise``.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from nemo_like.generation.protocol import (
 logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 2**31
-"""What a GPU needs next to weights and cache: logits, prompts under way, graphs."""
+"""What a GPU needs next to weights and cache: logits, prompts under way, graphs, rounding."""
 
 
 HOST_SHARE = 0.5

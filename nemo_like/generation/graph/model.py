@@ -3,9 +3,10 @@
 Shapes: N tokens of any sequences, H query heads, K key heads, D numbers of a head, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nemo_like.errors import UserError
-from nemo_like.generation.graph.torch_ops import FP8, Rounded, rounded
+from nemo_like.generation.graph.fp8 import FP8, Rounded, rounded
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.build import expected_tensors, model_settings
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
@@ -37,10 +38,12 @@ LAYER = {
 }
 """What is computed with, and the tensors on disk that it is made of, one below the other."""
 
-GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-DOWN = ("mlp.down_proj.weight",)
-"""``generation.quantization`` rounds these, but for the first and the last layer. Then SmolLM2's
-logprobs move by 0.11 on average; by 0.13 with those two, and by 0.17 with attention, too."""
+MLP = {
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+}
+"""``generation.quantization`` rounds these, but for the first and the last layer, which is most of
+what a step reads; the rest moves logprobs more for its size (benchmarks/README.md)."""
 
 Attend = Callable[[Tensor, int], Tensor]
 """Queries, keys and values [N, (H + 2 K) D] before rotation, and the layer's number -> [N, H D]."""
@@ -54,26 +57,23 @@ class Model:
         if problem := _unknown(settings, config.device):
             raise _refusal(config.model_path, problem)
         self.shape = read_model_shape(Path(config.model_path))
-        if config.quantization and config.device == "cuda":
-            _refuse_8_bits(self.shape)
+        if config.quantization:
+            on_gpu = config.device == "cuda"
+            refuse_8_bits(self.shape, torch.cuda.get_device_capability() if on_gpu else None)
         self._ops, self._eps = ops, settings.rms_norm_eps
-        self._options = {"device": config.device, "dtype": getattr(torch, config.dtype)}
+        self._options: dict[str, Any] = {
+            "device": config.device,
+            "dtype": getattr(torch, config.dtype),
+        }
         self._specs = expected_tensors(config.model_path, self._options["dtype"])
         self._named: dict[str, Tensor | Rounded] = {}
         self._embedding = self._fused("model.embed_tokens.weight")
-        self._layers = [
-            {
-                part: self._fused(*_in_layer(number, names))
-                for part, names in LAYER.items()
-                if f"model.layers.{number}.{names[0]}" in self._specs
-            }
-            for number in range(self.shape.layers)
+        self._layers = [self._parts(LAYER, i, self._fused) for i in range(self.shape.layers)]
+        in_8_bits = self.shape.inner_layers if config.quantization else ()
+        self._mlps = [
+            self._parts(MLP, i, self._fused_in_8_bits if i in in_8_bits else self._fused)
+            for i in range(self.shape.layers)
         ]
-        self._mlps = []
-        for number in range(self.shape.layers):
-            inner = 0 < number < self.shape.layers - 1
-            make = self._fused_in_8_bits if config.quantization and inner else self._fused
-            self._mlps.append([make(*_in_layer(number, names)) for names in (GATE_UP, DOWN)])
         self._norm = self._fused("model.norm.weight")
         tied = "lm_head.weight" not in self._specs
         self._head = self._embedding if tied else self._fused("lm_head.weight")
@@ -111,13 +111,12 @@ class Model:
         """Normed hidden states [N, E] of ids [N]."""
         residual, x = functional.embedding(ids, self._embedding), None
         for number, (weights, mlp) in enumerate(zip(self._layers, self._mlps, strict=True)):
-            gate_up, down = mlp
             h = self._ops.add_norm(x, residual, weights["norm"], self._eps)
             h = attend(self._queries_keys_values(h, weights), number) @ weights["output"].t()
-            rounds = isinstance(gate_up, Rounded)
+            rounds = isinstance(mlp["gate_up"], Rounded)
             h = self._ops.add_norm(h, residual, weights["mlp_norm"], self._eps, rounds=rounds)
             multiply = self._ops.multiply if rounds else functional.linear
-            x = multiply(self._ops.silu_mul(multiply(h, gate_up)), down)
+            x = multiply(self._ops.silu_mul(multiply(h, mlp["gate_up"])), mlp["down"])
         return self._ops.add_norm(x, residual, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -140,6 +139,13 @@ class Model:
         k = self._ops.add_norm(None, k.reshape(-1, dim).contiguous(), weights["k_norm"], self._eps)
         return torch.cat([q.view(len(h), -1), k.view(len(h), -1), v], 1)
 
+    def _parts(
+        self, names: Mapping[str, Sequence[str]], layer: int, make: Callable[..., Any]
+    ) -> dict[str, Any]:
+        """What ``make`` makes of a layer's tensors, where the model has them."""
+        paths = {part: [f"model.layers.{layer}.{one}" for one in names[part]] for part in names}
+        return {part: make(*each) for part, each in paths.items() if each[0] in self._specs}
+
     def _fused(self, *names: str) -> Tensor:
         """One tensor, without values, that holds those on disk one below the other."""
         shapes = [self._specs[name][0] for name in names]
@@ -150,7 +156,8 @@ class Model:
 
     def _fused_in_8_bits(self, *names: str) -> Rounded:
         """As ``_fused``, of matrices."""
-        heights, width = [self._specs[name][0][0] for name in names], self._specs[names[0]][0][1]
+        heights = [self._specs[name][0][0] for name in names]
+        width = self._specs[names[0]][0][1]
         numbers = torch.empty(sum(heights), width, dtype=FP8, device=self._options["device"])
         whole = Rounded(numbers, numbers.new_empty(sum(heights), 1, dtype=torch.float32))
         views = zip(*(each.split(heights) for each in whole), strict=True)
@@ -162,19 +169,26 @@ class Model:
             yield from each if isinstance(each, Rounded) else (each,)
 
 
-def _in_layer(number: int, names: tuple[str, ...]) -> list[str]:
-    return [f"model.layers.{number}.{name}" for name in names]
+def refuse_8_bits(shape: ModelShape, capability: tuple[int, int] | None) -> None:
+    """Raise UserError if nothing would be rounded, or a GPU of ``capability`` cannot multiply so.
 
-
-def _refuse_8_bits(shape: ModelShape) -> None:
-    """Raise UserError where the GPU or its kernels cannot multiply in 8 bits."""
-    capability = torch.cuda.get_device_capability()
+    None stands for a CPU.
+    """
     odd = [each for each in (shape.hidden, shape.intermediate) if each % 16]
-    problem = f"widths that 16 divides, and this model has {odd[0]}" if odd else ""
-    if capability < (8, 9):
-        problem = "a GPU of compute capability 8.9, and this one has {}.{}".format(*capability)
+    problem = ""
+    if not shape.inner_layers:
+        problem = f"three layers, and this model has {shape.layers}"
+    elif capability is not None and capability < (8, 9):
+        problem = "a GPU of compute capability 8.9 or newer, and this one has {}.{}".format(
+            *capability
+        )
+    elif capability is not None and odd:
+        problem = f"hidden_size and intermediate_size to be multiples of 16, and one is {odd[0]}"
     if problem:
-        raise UserError(f"generation.quantization=fp8 needs {problem}; leave it out.")
+        raise UserError(
+            f"generation.quantization=fp8 with generation.backend=graph needs {problem}; leave "
+            "generation.quantization out."
+        )
 
 
 def _unknown(settings: PreTrainedConfig, device: str) -> str:

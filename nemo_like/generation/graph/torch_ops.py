@@ -3,54 +3,18 @@
 Shapes: N rows of a batch, H query heads, K key heads, D numbers of a head, V vocabulary.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nemo_like.generation.graph.fp8 import Product, Rounded, rounded
 from nemo_like.generation.graph.state import PAGE, State
 
 _MASK = 2**32 - 1
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-SMALLEST = 1e-30
-"""Rows of zeros have a scale, too."""
-
-
-class Rounded(NamedTuple):
-    """A matrix in 8 bits (e4m3), each row over what makes its largest number ``LARGEST``."""
-
-    numbers: Tensor
-    """[N, E]"""
-    scale: Tensor
-    """[N, 1], float32"""
-
-
-class Product(NamedTuple):
-    """That of two rounded matrices, before their scales, which the next step applies."""
-
-    numbers: Tensor
-    """[N, O]"""
-    row_scale: Tensor
-    """[N, 1]"""
-    column_scale: Tensor
-    """[O, 1]"""
-
-    def whole(self) -> Tensor:
-        """In float32."""
-        return self.numbers.float() * self.row_scale * self.column_scale.t()
-
-
-def rounded(rows: Tensor) -> Rounded:
-    """Those of ``rows`` [N, E]."""
-    wide = rows.float()
-    peak = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
-    return Rounded((wide * (LARGEST / peak)).to(FP8), peak / LARGEST)
 
 
 def multiply(x: Rounded, weight: Rounded) -> Product:
-    """Of x [N, E] and ``weight`` [O, E]; sums are of 32 bits."""
+    """The product of x [N, E] and ``weight`` [O, E], summed in float32."""
     numbers = x.numbers.float() @ weight.numbers.float().t()
     return Product(numbers, x.scale, weight.scale)
 
@@ -73,7 +37,7 @@ def add_norm(
 
 
 def silu_mul(gate_up: Tensor | Product) -> Tensor | Rounded:
-    """[N, 2 I] -> [N, I], in 8 bits after a product of such."""
+    """SiLU of the first half times the second, [N, 2 I] -> [N, I]; of a ``Product`` in 8 bits."""
     if isinstance(gate_up, Product):
         gate, up = gate_up.whole().chunk(2, -1)
         return rounded(functional.silu(gate) * up)

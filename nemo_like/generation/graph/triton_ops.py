@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nemo_like.generation.graph.state import PAGE, State
-from nemo_like.generation.graph.triton_layers import add_norm, multiply, silu_mul
+from nemo_like.generation.graph.triton_pointwise import add_norm, multiply, silu_mul
 
 __all__ = ["add_norm", "attend", "multiply", "sample", "silu_mul"]
 

@@ -59,7 +59,8 @@ def _load(
     if current_platform.is_cpu():
         _load_as_at_start(model, config, tensors)
     elif _computes_with_loaded_weights(model):
-        model.load_weights(_quantized(model, tensors))  # pyright: ignore[reportCallIssue]
+        tensors = _begin_rounding(model, tensors)
+        model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
         refuse_incomplete(model)
     else:
         _forget(model)
@@ -88,10 +89,11 @@ def _quantizes(method: object) -> bool:
     return getattr(method, "uses_meta_device", False)
 
 
-def _quantized(model: nn.Module, tensors: Tensors) -> Tensors:
-    """``tensors``, for which layers of 8 bits are prepared: copies if there are such layers.
+def _begin_rounding(model: nn.Module, tensors: Tensors) -> Tensors:
+    """Prepare layers of 8 bits for new matrices, whose old copies vLLM then overwrites in place.
 
-    vLLM keeps the tensors of a layer, and once it has all, writes over the old numbers in place.
+    Returns ``tensors``; as copies if there are such layers, since vLLM keeps them until it has all
+    of a layer.
     """
     layers = [one for one in model.modules() if _quantizes(getattr(one, "quant_method", None))]
     for layer in layers:
@@ -121,7 +123,7 @@ def _load_as_at_start(model: nn.Module, config: VllmConfig, tensors: Tensors) ->
     experts, and of whatever a model copies in without vLLM's own loaders.
     """
     _unpack(model)
-    tensors = _quantized(model, tensors)
+    tensors = _begin_rounding(model, tensors)
     _forget(model)
     model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
     refuse_incomplete(model)
