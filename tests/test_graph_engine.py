@@ -185,6 +185,30 @@ def test_an_engine_that_sleeps_under_calls_fails_them_and_serves_after_it_wakes(
     assert [found] == sample(config, [after])
 
 
+def test_a_prompt_without_finite_numbers_spoils_no_other(tiny_model):
+    """Pages that it leaves hold NaNs, which no later row may see."""
+    config = config_of(tiny_model("llama", False))
+
+    async def run() -> tuple[Completion, Completion]:
+        engine = GraphEngine(config)
+        await engine.start()
+        give_weights(engine, config)
+        weight = engine._model._named["model.embed_tokens.weight"]
+        good = replace(requests_of(1, max_new_tokens=20)[0], prompt_ids=[11] * 70)
+        bad = replace(good, prompt_ids=[12] * 100)  # a token that the good one does not draw
+        try:
+            before = await engine.generate(good)
+            weight[12] = torch.nan
+            await engine.generate(bad)
+            return before, await engine.generate(good)
+        finally:
+            await engine.shutdown()
+
+    before, after = asyncio.run(run())
+    assert after.token_ids == before.token_ids
+    assert after.logprobs == before.logprobs
+
+
 def test_siblings_do_not_compute_their_prompt_again(tiny_model):
     found = sample(config_of(tiny_model("llama")), requests_of(8, max_new_tokens=2))
     assert [one.num_cached_tokens for one in found] == [0, 69, 69, 69, 0, 70, 70, 70]

@@ -22,6 +22,7 @@ from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.section import check_sections
 from nemo_like.errors import UserError
+from nemo_like.generation.graph import fp8
 from nemo_like.generation.graph.engine import GraphEngine
 from nemo_like.generation.graph.model import refuse_8_bits
 from nemo_like.generation.protocol import EngineConfig
@@ -243,6 +244,7 @@ SHAPE = ModelShape(
         ({}, None, "needs three layers, and this model has 2; leave generation.quantization out"),
         ({"layers": 3}, (8, 6), "capability 8.9 or newer, and this one has 8.6"),
         ({"layers": 3}, (9, 0), "multiples of 16, and one is 8"),
+        ({"layers": 3, "hidden": 32, "intermediate": 24}, (9, 0), "of 16, and one is 24"),
     ],
 )
 def test_what_graph_cannot_round_is_refused(changes, capability, message):
@@ -253,6 +255,31 @@ def test_what_graph_cannot_round_is_refused(changes, capability, message):
 def test_what_graph_can_round_is_not_refused():
     refuse_8_bits(replace(SHAPE, layers=3), None)
     refuse_8_bits(replace(SHAPE, layers=3, hidden=32), (8, 9))
+
+
+def test_small_numbers_keep_their_bits():
+    x = torch.randn(4, 64, generator=torch.manual_seed(0))
+    exact = fp8.rounded(x)
+    for power in (-60, -20, 20):
+        found = fp8.rounded(x * 2.0**power)
+        assert torch.equal(found.numbers.float(), exact.numbers.float())
+
+
+def test_a_graph_engine_counts_and_clears_what_it_rounds(tmp_path, run):
+    config = make_config(tmp_path, False, dtype="bfloat16", quantization="fp8")
+    with pytest.raises(UserError, match="needs three layers"):
+        run(GraphEngine(config).start())
+    four_layers(tmp_path)
+    engine = GraphEngine(config)
+    run(engine.start())
+    assert engine._model is not None
+    shape = engine._model.shape
+    mlp = 3 * shape.hidden * shape.intermediate
+    scales = 4 * (2 * shape.intermediate + shape.hidden)
+    assert engine._model.num_bytes == 2 * shape.num_parameters - 2 * (mlp - scales)
+    engine._model.zero()
+    assert not any(each.float().any() for each in engine._model._tensors())
+    run(engine.shutdown())
 
 
 def test_an_engine_in_8_bits_is_as_small_as_its_numbers():

@@ -68,6 +68,8 @@ def attend(qkv: Tensor, layer: int, state: State) -> Tensor:
     pages = pages[:, : int(position.max()) // PAGE + 1]
     k, v = (each[pages].transpose(1, 2).flatten(2, 3) for each in (keys, values))
     seen = torch.arange(k.shape[2], device=qkv.device) <= position[:, None]
+    # Pages keep numbers of rows before, and a mask of zero leaves their NaNs.
+    k, v = (each.masked_fill(~seen[:, None, :, None], 0) for each in (k, v))
     q = rotate(q, *angles)[:, :, None]
     mask = seen[:, None, None]
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
