@@ -124,6 +124,20 @@ def test_a_fault_raises_its_alarm_once_with_a_key_and_a_value(name):
     assert [part for part in FAULTS[name][1] if part not in alarm.text] == []
 
 
+@pytest.mark.parametrize(
+    ("engine", "remedy"),
+    [
+        ({"generation.backend": "vllm"}, "policy.lora.refit=adapters"),
+        ({"generation.backend": "graph"}, "mismatch.action=mask"),
+        ({"generation.quantization": "fp8"}, "mismatch.action=mask"),
+    ],
+)
+def test_adapters_are_recommended_where_the_engine_takes_them(engine, remedy):
+    merged = {"policy.lora.rank": 8, "policy.lora.refit": "merged"}
+    (alarm,) = find_alarms(faulty("mismatch_growth"), SETTINGS | merged | engine)
+    assert remedy in alarm.text
+
+
 def test_a_gpu_that_is_short_of_memory_now_and_then_is_told_by_how_much():
     retries = [2.0] * 9 + [0.0]
     rows = [

@@ -208,6 +208,17 @@ def test_rewards_that_teach_nothing_for_five_steps_are_said_once(caplog):
             "With policy.compile=true in bfloat16, small LoRA updates are lost to",
         ),
         ("policy.dtype=float32", None),
+        (
+            "policy.dtype=bfloat16 generation.backend=graph",
+            "With policy.lora.refit=merged in bfloat16, small LoRA updates are lost to rounding in "
+            "the engine, which then samples from a policy that lags behind (mismatch/mean_abs); "
+            "policy.dtype=float16 loses less.",
+        ),
+        (
+            "policy.dtype=float16 generation.backend=vllm generation.quantization=fp8",
+            "With policy.lora.refit=merged in float16, small LoRA updates are lost to rounding in "
+            "the engine, which then samples from a policy that lags behind (mismatch/mean_abs).",
+        ),
     ],
 )
 def test_adapters_that_engines_would_round_away_are_said(caplog, overrides, said):

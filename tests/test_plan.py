@@ -5,11 +5,13 @@ import math
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import LlamaConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts, which are no package
 
@@ -149,6 +151,22 @@ def test_completions_longer_than_the_context_are_refused_by_a_plan_too(capsys):
         with pytest.raises(SystemExit):
             main(["plan", f"{key}=5000"])
         told = f"{key}=5000 does not fit the model's context of 512 tokens"
+        assert told in capsys.readouterr().err
+
+
+def test_models_that_graph_cannot_round_are_refused_by_a_plan_too(tmp_path, capsys):
+    fp8 = ["generation.backend=graph", "generation.quantization=fp8", "policy.dtype=bfloat16"]
+    settings = LlamaConfig(hidden_size=64, num_attention_heads=2, intermediate_size=72)
+    for layers, gpus, told in (
+        (2, 0, "needs three layers, and this model has 2"),
+        (4, 0, ""),
+        (4, 1, "hidden_size and intermediate_size to be multiples of 16, and one is 72"),
+    ):
+        settings.num_hidden_layers = layers
+        settings.save_pretrained(tmp_path)
+        words = [*fp8, f"policy.model={tmp_path}", f"cluster.gpus_per_node={gpus}"]
+        with pytest.raises(SystemExit) if told else nullcontext():
+            main(["plan", *words])
         assert told in capsys.readouterr().err
 
 

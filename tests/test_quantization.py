@@ -24,11 +24,11 @@ from nemo_like.config.section import check_sections
 from nemo_like.errors import UserError
 from nemo_like.generation.graph import fp8
 from nemo_like.generation.graph.engine import GraphEngine
-from nemo_like.generation.graph.model import refuse_8_bits
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.vllm.engine import VLLMEngine
 from nemo_like.generation.vllm.loading import refuse_incomplete
 from nemo_like.planning.model_shape import ModelShape, engine_bytes
+from nemo_like.planning.placement import refuse_8_bits
 from tests.test_engines import SMALL_CACHE, Case, make_config, run
 
 __all__ = ["run"]
@@ -249,12 +249,14 @@ SHAPE = ModelShape(
 )
 def test_what_graph_cannot_round_is_refused(changes, capability, message):
     with pytest.raises(UserError, match=message):
-        refuse_8_bits(replace(SHAPE, **changes), capability)
+        refuse_8_bits(
+            replace(SHAPE, **changes), on_gpu=capability is not None, capability=capability
+        )
 
 
 def test_what_graph_can_round_is_not_refused():
-    refuse_8_bits(replace(SHAPE, layers=3), None)
-    refuse_8_bits(replace(SHAPE, layers=3, hidden=32), (8, 9))
+    refuse_8_bits(replace(SHAPE, layers=3), on_gpu=False)
+    refuse_8_bits(replace(SHAPE, layers=3, hidden=32), on_gpu=True, capability=(8, 9))
 
 
 def test_small_numbers_keep_their_bits():

@@ -172,19 +172,23 @@ def warn_of_adapters(config: SamplingRunConfig) -> None:
     in the activations if they are separate. A compiled policy adds before it rounds, engines do
     not.
     """
-    policy = config.policy
+    policy, generation = config.policy, config.generation
     causes = {
         "policy.lora.refit=merged": policy.lora.refit == "merged",
         "policy.compile=true": policy.compile,
     }
     found = [key for key, applies in causes.items() if applies]
     if policy.lora.rank > 0 and policy.dtype != "float32" and found:
+        can_part = generation.kind.most_adapter_rank >= policy.lora.rank
+        remedy = "; policy.lora.refit=adapters with policy.compile=false agrees best"
+        if not can_part or generation.quantization:
+            remedy = "; policy.dtype=float16 loses less" if policy.dtype == "bfloat16" else ""
         logger.warning(
             "With %s in %s, small LoRA updates are lost to rounding in the engine, which then "
-            "samples from a policy that lags behind (mismatch/mean_abs); "
-            "policy.lora.refit=adapters with policy.compile=false agrees best.",
+            "samples from a policy that lags behind (mismatch/mean_abs)%s.",
             " and ".join(found),
             policy.dtype,
+            remedy,
         )
 
 

@@ -28,7 +28,7 @@ from nemo_like.distributed.worker_group import Pending, WorkerGroup, wait_togeth
 from nemo_like.errors import UserError
 from nemo_like.imports import without_collector
 from nemo_like.models.resolve import refuse_other_models, resolve_policy
-from nemo_like.planning.placement import check_context, check_model_fits
+from nemo_like.planning.placement import check_context, check_model_fits, check_rounding
 from nemo_like.planning.resources import plan_run
 from nemo_like.run.outputs import note_nodes
 from nemo_like.run.run import Run
@@ -209,4 +209,5 @@ def find_model(config: RunConfig) -> str:
     refuse_other_models(config)
     check_model_fits(config.policy, len(plan_run(config).policy), folder)
     check_context(config, folder)
+    check_rounding(config, folder)
     return str(folder)

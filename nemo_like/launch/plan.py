@@ -27,7 +27,7 @@ from nemo_like.launch.plan_memory import (
 from nemo_like.models.resolve import refuse_other_models, resolve_policy
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 from nemo_like.planning.model_shape import ModelShape, read_model_shape
-from nemo_like.planning.placement import check_context, check_model_fits
+from nemo_like.planning.placement import check_context, check_model_fits, check_rounding
 from nemo_like.planning.resources import ResourcePlan, plan_run
 from nemo_like.planning.step_time import predict_step
 
@@ -67,6 +67,7 @@ def plan_lines(config: RunConfig, model_folder: Path) -> Iterator[str]:
     plan = plan_run(config)
     check_model_fits(config.policy, len(plan.policy), model_folder)
     check_context(config, model_folder)
+    check_rounding(config, model_folder)
     sizes = parallel_sizes(config.policy, len(plan.policy))
     yield from _summary(config, plan, sizes)
     yield ""

@@ -186,7 +186,9 @@ def _mismatch_growth(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -
     if "loss.clip_low" not in settings:
         what, action = "end the run when it grows on", "stop"  # no ratio that a mask could save
     remedy = f"{what} with mismatch.action={action} mismatch.max_mean_abs={now:.2g}"
-    if settings.get("policy.lora.rank") and settings.get("policy.lora.refit") == "merged":
+    merged = settings.get("policy.lora.rank") and settings.get("policy.lora.refit") == "merged"
+    rounded = settings.get("generation.quantization") is not None
+    if merged and not rounded and settings.get("generation.backend") != "graph":
         remedy = "set policy.lora.refit=adapters"
     return (
         f"the logprobs of engine and policy differ by {now:.2g} on average, up from "

@@ -10,7 +10,13 @@ from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.layout import ParallelSizes, common_divisors, num_stages, parallel_sizes
-from nemo_like.planning.model_shape import head_dim, number, read_settings
+from nemo_like.planning.model_shape import (
+    ModelShape,
+    head_dim,
+    number,
+    read_model_shape,
+    read_settings,
+)
 from nemo_like.planning.resources import (
     ResourcePlan,
     engines_sleep,
@@ -128,6 +134,38 @@ def refuse_long(key: str, max_new_tokens: int, context: int) -> None:
         raise UserError(
             f"{key}={max_new_tokens} does not fit the model's context of {context} tokens with a "
             "prompt; use less."
+        )
+
+
+def check_rounding(config: RunConfig, model_folder: Path) -> None:
+    """Refuse a model whose inner MLPs ``generation.quantization`` cannot round."""
+    if not (isinstance(config, SamplingRunConfig) and config.generation.quantization):
+        return
+    if config.generation.kind.quantizes == "inner_mlps":
+        refuse_8_bits(read_model_shape(model_folder), on_gpu=plan_run(config).uses_gpus)
+
+
+def refuse_8_bits(
+    shape: ModelShape, *, on_gpu: bool, capability: tuple[int, int] | None = None
+) -> None:
+    """Raise UserError if nothing would be rounded, or a GPU could not multiply so.
+
+    ``capability``: the GPU's, where it is known.
+    """
+    odd = [each for each in (shape.hidden, shape.intermediate) if each % 16]
+    problem = ""
+    if not shape.inner_layers:
+        problem = f"three layers, and this model has {shape.layers}"
+    elif capability is not None and capability < (8, 9):
+        problem = "a GPU of compute capability 8.9 or newer, and this one has {}.{}".format(
+            *capability
+        )
+    elif on_gpu and odd:
+        problem = f"hidden_size and intermediate_size to be multiples of 16, and one is {odd[0]}"
+    if problem:
+        raise UserError(
+            f"generation.quantization=fp8 with generation.backend=graph needs {problem}; leave "
+            "generation.quantization out."
         )
 
 

@@ -18,7 +18,8 @@ from nemo_like.errors import UserError
 from nemo_like.generation.graph.fp8 import FP8, Rounded, rounded
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.build import expected_tensors, model_settings
-from nemo_like.planning.model_shape import ModelShape, read_model_shape
+from nemo_like.planning.model_shape import read_model_shape
+from nemo_like.planning.placement import refuse_8_bits
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -59,7 +60,8 @@ class Model:
         self.shape = read_model_shape(Path(config.model_path))
         if config.quantization:
             on_gpu = config.device == "cuda"
-            refuse_8_bits(self.shape, torch.cuda.get_device_capability() if on_gpu else None)
+            capability = torch.cuda.get_device_capability() if on_gpu else None
+            refuse_8_bits(self.shape, on_gpu=on_gpu, capability=capability)
         self._ops, self._eps = ops, settings.rms_norm_eps
         self._options: dict[str, Any] = {
             "device": config.device,
@@ -167,28 +169,6 @@ class Model:
     def _tensors(self) -> Iterator[Tensor]:
         for each in self._named.values():
             yield from each if isinstance(each, Rounded) else (each,)
-
-
-def refuse_8_bits(shape: ModelShape, capability: tuple[int, int] | None) -> None:
-    """Raise UserError if nothing would be rounded, or a GPU of ``capability`` cannot multiply so.
-
-    None stands for a CPU.
-    """
-    odd = [each for each in (shape.hidden, shape.intermediate) if each % 16]
-    problem = ""
-    if not shape.inner_layers:
-        problem = f"three layers, and this model has {shape.layers}"
-    elif capability is not None and capability < (8, 9):
-        problem = "a GPU of compute capability 8.9 or newer, and this one has {}.{}".format(
-            *capability
-        )
-    elif capability is not None and odd:
-        problem = f"hidden_size and intermediate_size to be multiples of 16, and one is {odd[0]}"
-    if problem:
-        raise UserError(
-            f"generation.quantization=fp8 with generation.backend=graph needs {problem}; leave "
-            "generation.quantization out."
-        )
 
 
 def _unknown(settings: PreTrainedConfig, device: str) -> str:
