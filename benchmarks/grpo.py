@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -56,7 +57,9 @@ def main() -> None:
         folder.mkdir(parents=True)
         command, result = COMMANDS[name](workload, inputs, args, folder)
         record = facts(workload, args) | {"contender": name, "command": command}
-        record |= run(command, folder / "output.log", args.limit_s)
+        unsaved = args.unsaved and name == "ours"
+        has_steps = partial(_has_step, result, args.steps - 1) if unsaved else lambda: False
+        record |= run(command, folder / "output.log", args.limit_s, has_steps)
         record["records"] = read_rows(result) if result.exists() else []
         failed |= record["failed"]
         with args.out.open("a") as file:
@@ -73,6 +76,9 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="a .jsonl file to append to")
     parser.add_argument("--only", default="floor,trl,ours", help="contenders, by comma")
     parser.add_argument("--limit-s", type=float, default=900.0, help="most seconds of each")
+    parser.add_argument(
+        "--unsaved", action="store_true", help="end ours within its last step: large ones save long"
+    )
     parser.add_argument("--floor", default="", help="--floor='arguments of grpo_floor.py'")
     parser.add_argument("--trl", default="", help="--trl='arguments of grpo_trl.py'")
     parser.add_argument("--verl", default="", help="--verl='arguments of grpo_verl.py'")
@@ -161,8 +167,16 @@ COMMANDS: dict[str, Callable[..., tuple[list[str], Path]]] = {
 }
 
 
-def run(command: Sequence[str], log: Path, limit_s: float) -> Record:
-    """How it ended; at the limit the process and all that it started are ended."""
+def run(
+    command: Sequence[str],
+    log: Path,
+    limit_s: float,
+    has_steps: Callable[[], bool] = lambda: False,
+) -> Record:
+    """How it ended; at the limit the process and all that it started are ended.
+
+    Likewise as soon as it ``has_steps``, which is no failure.
+    """
     begin = time.monotonic()
     sys.stdout.write(f"{' '.join(command)}\n  -> {log}\n")
     sys.stdout.flush()
@@ -173,24 +187,29 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> Record:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        in_time = False
+        in_time = complete = False
         try:
-            process.wait(limit_s)
-            in_time = True
-        except subprocess.TimeoutExpired:
-            pass
+            while not (in_time or complete) and time.monotonic() < begin + limit_s:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+                    in_time = True
+                complete = has_steps()
         finally:  # also at an interrupt, which doesn't reach a session of its own
             if not in_time:
                 end(process)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it left behind
     seconds = round(time.monotonic() - begin, 1)
-    failed = process.returncode != 0 or not in_time
+    failed = not complete and (process.returncode != 0 or not in_time)
     if failed:
         what = f"exit code {process.returncode}" if in_time else "the limit"
         tail = log.read_text(errors="replace")[-2000:]
         sys.stdout.write(f"FAILED by {what} after {seconds} s:\n{tail}\n")
     return {"returncode": process.returncode, "failed": failed, "elapsed_s": seconds}
+
+
+def _has_step(result: Path, step: int) -> bool:
+    return result.exists() and f'"step": {step},' in result.read_text()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 from datetime import datetime
@@ -214,6 +215,35 @@ def test_a_contender_that_hangs_is_ended_with_its_children(tmp_path):
     while runs(child_pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not runs(child_pid)
+
+
+def test_a_run_that_need_not_save_is_ended_in_its_last_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(grpo, "set_environment", lambda: None)
+    monkeypatch.setattr(grpo, "prepare", lambda *_: None)
+    script = """
+import pathlib, sys, time
+with open(sys.argv[1], "w") as file:
+    for step in range(5):
+        print(f'{{"step": {step}, "time": 1.0}}', file=file, flush=True)
+        time.sleep(0.1)
+time.sleep(60)
+"""
+
+    def command(_workload, _inputs, _args, folder):
+        result = folder / "metrics.jsonl"
+        return [sys.executable, "-c", script, str(result)], result
+
+    monkeypatch.setitem(grpo.COMMANDS, "ours", command)
+    words = ["--workload", "tiny", "--only", "ours", "--steps", "5", "--work", str(tmp_path)]
+    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words, "--out", str(out), "--unsaved"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        grpo.main()
+    record = json.loads(out.read_text())
+    assert not record["failed"]
+    assert record["elapsed_s"] < 10
+    assert [row["step"] for row in record["records"]][:5] == [0, 1, 2, 3, 4]
 
 
 def runs(pid):
