@@ -281,6 +281,15 @@ def test_a_csv_file_that_does_not_fit_its_header_is_refused_by_line(tmp_path, te
         prompts_in(write(tmp_path / "rows.csv", text))
 
 
+@pytest.mark.parametrize("line", [1, 2, 50, 4002])
+def test_a_line_of_a_csv_file_that_is_not_utf8_is_named(tmp_path, line):
+    lines = [b"prompt,answer", *(b"how much is it?,%d" % i for i in range(5000))]
+    lines[line - 1] = b"caf\xe9,1"
+    (tmp_path / "rows.csv").write_bytes(b"\n".join(lines))
+    with pytest.raises(UserError, match=rf"rows\.csv, line {line} is not UTF-8: "):
+        prompts_in(str(tmp_path / "rows.csv"))
+
+
 def test_a_broken_parquet_file_is_refused(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(40))
     with pytest.raises(UserError, match=r"rows\.parquet cannot be read as Parquet: "):
@@ -480,6 +489,63 @@ def test_tools_of_other_rows_leave_no_trace(tmp_path, way):
     text = tokenizer_of(tmp_path).decode(found[0][0])
     assert json.dumps(tool("go", "x")) in text
     assert "null" not in text
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_rows_without_tools_take_none_from_the_others(tmp_path, order):
+    chat = build_chat(tmp_path, WITH_TOOLS.replace("CALL", AS_JSON))
+    asked = {"messages": calls({"city": "Paris"}, content=""), "tools": [tool("go", "city")]}
+    plain = {"messages": [calls({})[0], calls({})[3]]}
+    alone = sft_rows(chat, as_jsonl(tmp_path, [asked]))
+    both = [plain, asked] if order == "before" else [asked, plain]
+    found = sft_rows(chat, as_jsonl(tmp_path, both))
+    assert found[both.index(asked)] == alone[0]
+    text = tokenizer_of(tmp_path).decode(found[both.index(plain)][0])
+    assert '"go"' not in text
+
+
+def test_what_a_tool_said_is_not_lost_in_silence(tmp_path):
+    keeps = WITH_TOOLS.replace("CALL", AS_JSON)
+    ignores = keeps.replace("{% for m in messages", "{% for m in messages if m.role != 'tool'")
+    assert ignores != keeps
+    rows = as_jsonl(
+        tmp_path, [{"messages": calls({"city": "Paris"}), "tools": [tool("go", "city")]}]
+    )
+    sft_rows(build_chat(tmp_path / "keeps", keeps), rows)
+    with pytest.raises(UserError, match="leaves out message 2, whose role is 'tool'; put its text"):
+        sft_rows(build_chat(tmp_path / "ignores", ignores), rows)
+
+
+def test_messages_as_json_text_are_messages(tmp_path, chat):
+    user, assistant = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+    for name, said in (("prompt", [user]), ("messages", [user])):
+        rows = as_jsonl(
+            tmp_path, [{name: json.dumps(said), "answer": "2"}, {name: said, "answer": "2"}]
+        )
+        first, second = prompts_in(rows)
+        assert first.messages == second.messages
+    forms = [
+        {"messages": [user, assistant]},
+        {"messages": json.dumps([user, assistant])},
+        {"prompt": json.dumps([user]), "completion": json.dumps([assistant])},
+        {
+            "messages": json.dumps(
+                [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]
+            )
+        },
+    ]
+    found = sft_rows(chat, as_jsonl(tmp_path, forms))
+    assert all(row == found[0] for row in found)
+    lists = [{"prompt": one, "answer": "2"} for one in ("[1, 2] sorted?", '[{"a": 1}]', "[]", "[")]
+    kept = prompts_in(as_jsonl(tmp_path, lists))
+    assert [row.messages[-1]["content"] for row in kept] == [row["prompt"] for row in lists]
+
+
+@pytest.mark.parametrize("name", ["prompt", "completion"])
+def test_messages_as_python_prints_them_are_refused(tmp_path, chat, name):
+    row = {"prompt": "1+1", "completion": "2"} | {name: str([{"role": "user", "content": "x"}])}
+    with pytest.raises(UserError, match=f"'{name}' is the text of a Python list .*json.dumps"):
+        sft_rows(chat, as_jsonl(tmp_path, [row]))
 
 
 # Mixtures.

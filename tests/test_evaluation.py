@@ -229,6 +229,16 @@ def test_an_evaluation_repeats_the_validation_of_training(straight, exported):
     assert all(one["prompt"] and one["completion"] for one in samples)
 
 
+def test_an_evaluation_that_was_ended_starts_over_in_its_folder(exported, straight, tmp_path):
+    folder = tmp_path / "eval"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "samples.jsonl").write_text('{"id": 0}\n')
+    report, samples = evaluate(folder, f"policy.model={straight / 'final'}")
+    assert (report, samples) == exported
+    assert "already holds a run" in refusal(f"run.dir={folder}")
+
+
 def test_a_checkpoint_is_evaluated_as_it_is(straight, exported, tmp_path):
     """Two workers: another layout changes no completion."""
     checkpoint = straight / "checkpoints" / "step_6"

@@ -221,6 +221,20 @@ def test_a_sink_that_fails_is_counted_and_the_others_go_on(
     assert "BrokenTracker failed 4 times" in caplog.text
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_tracker_hears_how_a_run_ended(failed: bool) -> None:
+    class Tracker(StrictTracker):
+        ends = "closed"
+
+        def fail(self) -> None:
+            self.ends = "failed"
+
+    tracker, other = Tracker(), StrictTracker()
+    Sinks([tracker, other]).close(failed=failed)
+    assert (tracker.ends, tracker.num_closed) == (("failed", 0) if failed else ("closed", 1))
+    assert other.num_closed == 1
+
+
 @needs_dev_full
 def test_a_full_disk_under_the_metrics_file_ends_the_run() -> None:
     sinks = Sinks([JsonlFile(DEV_FULL)])
@@ -387,7 +401,7 @@ def test_a_missing_wandb_is_named_with_its_remedy(tmp_path: Path) -> None:
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
     )
     assert "UserError: logging.sinks=[wandb] needs the package wandb" in done.stderr
-    assert "pip install 'nemo-like[wandb]'" in done.stderr
+    assert "pip install wandb, or leave it out" in done.stderr
 
 
 # Console and logs

@@ -15,6 +15,7 @@ from nemo_like.algorithms.session import next_command
 from nemo_like.algorithms.sft.config import SFTConfig
 from nemo_like.cli import main
 from nemo_like.compose.load import compose_config
+from nemo_like.config.data import PromptsConfig
 from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import RunSection
@@ -69,6 +70,13 @@ def test_a_value_that_the_checkpoint_keeps_stays_in_the_configuration(tmp_path, 
         assert "policy.optimizer.lr was" in caplog.text
         assert "the checkpoint's value is kept" in caplog.text
     assert (tmp_path / "config.yaml").read_text() == before
+
+
+def test_an_entry_that_a_continued_run_lacks_is_told(tmp_path, caplog):
+    switches = PromptsConfig(template_switches={"enable_thinking": False})
+    save_config(tmp_path, GRPOConfig(data=switches), continued=False)
+    save_config(tmp_path, GRPOConfig(), continued=True)
+    assert "data.template_switches.enable_thinking was False and is now None" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "run: {", "- a", "\ud800"])

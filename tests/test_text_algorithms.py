@@ -80,6 +80,9 @@ def assert_same(actual, expected, tolerance=0.0):
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     options = ("checkpoint.every_steps=2", "data.num_train_rows=80", FEW, "sft.num_epochs=2")
     straight = run("sft", tmp_path / "straight", *options)
+    # Neither start-up nor validations and checkpoints are the driver's or a step's.
+    assert all(one["time/driver_s"] >= 0 for step, one in straight.items() if step)
+    assert not any("time/workers_s" in one for step, one in straight.items() if step)
     assert list(straight) == list(range(7))  # 3 steps a pass, the last one of 16 rows
     run("sft", tmp_path / "stopped", *options[:3], "sft.max_steps=4", "checkpoint.export=false")
     options += ("run.resume=true",)

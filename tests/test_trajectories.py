@@ -440,7 +440,11 @@ GLM = (
 LFM = "<|tool_call_start|>[add(a=1, b='x, y'), c.d(e=[None, True])]<|tool_call_end|>"
 JSON_CALL = '{"name": "add", "arguments": {"a": true}}'
 PARAMETERS = {"x": {"anyOf": [{"type": "string"}, {"type": "boolean"}]}, "a": {"type": "integer"}}
-TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properties": PARAMETERS}}}]
+LISTED = {"x": {"type": ["string", "null"]}, "a": {"type": ["string", "integer"]}}
+TYPED = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+    for name, properties in (("t", PARAMETERS), ("l", LISTED))
+]
 
 
 @pytest.mark.parametrize(
@@ -462,10 +466,17 @@ TYPED = [{"type": "function", "function": {"name": "t", "parameters": {"properti
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>', [("add", {"a": 1})], 0),
         ('{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})], 0),
         ('{"name": "add", "parameters": {"a": 1}', [], 1),
+        ('{"name": "f", "parameters": {"q": "a; b"}}', [("f", {"q": "a; b"})], 0),
+        (f'{JSON_CALL} ; {JSON_CALL};{JSON_CALL}\n', [("add", {"a": True})] * 3, 0),
+        (f"{JSON_CALL}; and", [("add", {"a": True})], 1),
+        (f"{JSON_CALL} and more", [], 1),
         (f"{XML}\n{XML}", [("t", {"x": "hello", "a": 1})] * 2, 0),
         (XML.replace("hello", "True"), [("t", {"x": True, "a": 1})], 0),
         (XML.replace("\n1\n", "\none\n"), [], 1),
         (XML.replace("<parameter=a>", "a"), [], 1),
+        (XML.replace("=t>", "=l>"), [("l", {"x": "hello", "a": 1})], 0),
+        (XML.replace("=t>", "=l>").replace("hello", "12"), [("l", {"x": "12", "a": 1})], 0),
+        (XML.replace("=t>", "=l>").replace("hello", "null"), [("l", {"x": None, "a": 1})], 0),
         (GLM, [("t", {"x": "hello", "a": 1})], 0),
         ("<tool_call>t</tool_call>", [("t", {})], 0),
         (f"So{LFM}", [("add", {"a": 1, "b": "x, y"}), ("c.d", {"e": [None, True]})], 0),

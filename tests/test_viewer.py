@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession, web
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from yarl import URL
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
@@ -20,11 +22,12 @@ from nemo_like.cli import main
 from nemo_like.config.run import RunSection
 from nemo_like.errors import UserError
 from nemo_like.observe.phase_trace import PhaseTrace
-from nemo_like.observe.trajectory_files import TrajectoryFiles
+from nemo_like.observe.trajectory_files import VOCABULARY, TrajectoryFiles
 from nemo_like.run.folder import save_config
 from nemo_like.viewer.dashboard import Dashboard
-from nemo_like.viewer.report import joined_trace
+from nemo_like.viewer.report import _times, joined_trace
 from nemo_like.viewer.runs import differences, find_runs, phases
+from nemo_like.viewer.trajectories import Trajectories
 from tests.not_here import cannot_test
 from tests.test_trajectory_files import keep, one, opened, table
 
@@ -184,13 +187,51 @@ def test_a_wrong_question_is_refused_in_words(folder):
 
 def test_siblings_come_whole(folder):
     with served(folder) as get:
-        group = get.json("api/group", run=0, phase="train", step=2, group=20)
-        assert [each["index"] for each in group] == [0, 1, 2]
-        (alone,) = get.json("api/group", run=0, phase="train", step=2, group=20, index=1)
+        found = get.json("api/group", run=0, phase="train", step=2, group=20, index=1)
+        assert [each["index"] for each in found["shown"]] == [0, 1, 2]
+        assert found["left_out"] == 0
+        found = get.json("api/group", run=0, phase="train", step=2, group=20, index=1, alone=1)
+        (alone,) = found["shown"]
         assert alone["rows"][0]["ids"] == [7, 8, 1, 2, 3]
         assert alone["rows"][0]["mask"] == [0, 0, 1, 1, 1]
         assert alone["rows"][0]["versions"] == [-1, -1, 0, 0, 0]
         assert alone["messages"] == [{"role": "user", "content": "prompt 0"}]
+
+
+def test_bytes_that_make_no_character_are_shown_as_such(tmp_path):
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"b": 256, "<unk>": 257}
+    tokenizer = Tokenizer(BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(tmp_path / VOCABULARY))
+    kept = Trajectories(tmp_path)
+    assert kept._pieces([0x41, 0xFF, 256, 256]) == ["A", "\N{REPLACEMENT CHARACTER}", "b", "b"]
+    assert "".join(kept._pieces([0xE2, 0x82, 0xAC, 256])) == "\N{EURO SIGN}b"
+
+
+def test_of_many_siblings_the_one_that_was_asked_for_is_shown(folder):
+    group = [one(70, i, f"answer {i}", prompt="many") for i in reversed(range(100))]
+    keep(TrajectoryFiles(folder / "trajectories", 0, 1e9), table(7, *group))
+    with served(folder) as get:
+        for index, first in ((0, 0), (70, 36), (99, 36)):
+            found = get.json("api/group", run=0, phase="train", step=7, group=70, index=index)
+            shown = [each["index"] for each in found["shown"]]
+            assert sorted(shown) == [*range(first, first + 64)]
+            assert found["left_out"] == 36
+
+
+def test_a_search_that_finds_many_says_that_there_are_more(folder):
+    rows = [one(100 + i, 0, "needle", i // 150, prompt="many") for i in range(300)]
+    keep(TrajectoryFiles(folder / "trajectories", 0, 1e9), table(8, *rows))
+    with served(folder) as get:
+        for sort in ("-step", "step"):
+            found = get.json("api/trajectories", run=0, text="needle", sort=sort)
+            assert (found["total"], found["complete"]) == (200, False)
+            groups = sorted(row["group"] for row in found["rows"])
+            begin = 200 if sort == "-step" else 100
+            assert groups == [*range(begin, begin + 200)]
+            assert found["reward"] == pytest.approx(150 / 200 if sort == "-step" else 50 / 200)
+        found = get.json("api/trajectories", run=0, text="needle", step_min=8, reward_max=0)
+        assert (found["total"], found["complete"]) == (150, True)
 
 
 def test_a_run_under_way_is_followed(folder):
@@ -244,6 +285,21 @@ def test_a_copied_run_without_its_trajectories_is_shown(folder, capsys):
     assert "rollout/reward" in capsys.readouterr().out
     with served(folder) as get:
         assert get.json("api/trajectories", run=0)["total"] == 0
+
+
+def test_names_of_metrics_are_no_markup(folder, capsys):
+    log(folder, 6, **{"rollout/a[/b]": 1.0, "rollout/[bold]x": 2.0})
+    main(["show", str(folder)])
+    said = capsys.readouterr().out
+    assert "rollout/a[/b]" in said
+    assert "rollout/[bold]x" in said
+
+
+def test_phases_that_the_first_run_lacks_are_in_the_table_of_two(tmp_path):
+    runs = [made_run(tmp_path / name) for name in "ab"]
+    log(runs[1], 6, step_s=5.0, **{"time/validation_s": 4.0})
+    report = "\n".join(map(str, _times(find_runs(map(str, runs)))))
+    assert "'validation', '0.000', '0.667', '0%'" in report
 
 
 def test_show_prints_where_a_run_stands(folder, capsys):

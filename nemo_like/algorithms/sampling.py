@@ -77,7 +77,7 @@ class Sampling:
         validator = self.rollouts if config.validates else None
         every = config.validation.every_steps
         for step in run.steps(config.max_steps, models, self.feed, validator, every):
-            self.session.meter.pop()  # what a validation before this step came to
+            self.session.meter.pop()  # what start-up, a validation and a checkpoint came to
             batch, metrics = self.rollouts.next_batch(step, keep, early)
             self.num_made, self.batch = step - run.first_step, batch
             check_sampled(config, batch, self.policy.weight_version, self.num_made)

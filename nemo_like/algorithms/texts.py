@@ -54,6 +54,7 @@ class Texts:
         validator = None if self.held_out is None else self
         every = value_of(run.config, "validation.every_steps")
         for _ in run.steps(self.max_steps, {"policy": self.policy}, self.loader, validator, every):
+            self.session.meter.pop()  # what start-up, a validation and a checkpoint came to
             self.batch = self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
             yield self.batch
 

@@ -144,7 +144,9 @@ def check_run_dir(config: RunConfig) -> None:
         return
     path = Path(run.dir).expanduser()
     refuse_special(f"run.dir={run.dir}", path, depth=1)
-    if _holds_run(path) and not run.resume:
+    # An evaluation has samples before it has a result; it starts over in its folder.
+    starts_over = (path / "samples.jsonl").is_file() and not (path / "eval.json").exists()
+    if _holds_run(path) and not (run.resume or (config.evaluates and starts_over)):
         raise UserError(
             f"run.dir={run.dir} already holds a run; continue it with run.resume=true, or choose "
             "another folder."

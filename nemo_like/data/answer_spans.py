@@ -42,7 +42,7 @@ class AnswerSpans:
         self._warned_of_end: set[int] = set()
 
     def render(
-        self, messages: Sequence[Message], from_message: int = 0
+        self, messages: Sequence[Message], from_message: int = 0, tools: Sequence[Any] = ()
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a whole conversation, and which of them the assistant wrote.
 
@@ -61,12 +61,12 @@ class AnswerSpans:
             for index, message in enumerate(messages)
             if message["role"] == "assistant" and index >= from_message
         ]
-        marked = self._marked(messages) if self._markers_hold else None
+        marked = self._marked(messages, tools) if self._markers_hold else None
         if marked is None:
-            text, spans = self._derived(messages, turns)
+            text, spans = self._derived(messages, turns, tools)
         else:
             text, spans = marked[0], marked[1][len(marked[1]) - len(turns) :]
-        self._chat.check(messages, text)
+        self._chat.check(messages, text, tools)
         starts = []
         for turn, span in zip(turns, spans, strict=True):
             written = text[span.start : span.end]
@@ -95,12 +95,14 @@ class AnswerSpans:
             return True  # what can't be derived can't be compared: the template's word counts
         return self._mask(*marked) == self._mask(*derived)
 
-    def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]] | None:
+    def _marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> tuple[str, list[Span]] | None:
         """The whole text and the spans in markers; None unless each turn has one of its own."""
         try:
             (text,), (found,) = render_jinja_template(
                 conversations=[list(messages)],
-                tools=list(self._chat.tools) or None,
+                tools=list(tools) or None,
                 chat_template=self._tokenizer.get_chat_template(),
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
@@ -116,9 +118,12 @@ class AnswerSpans:
         num_turns = sum(message["role"] == "assistant" for message in messages)
         return (text, spans) if len(spans) == num_turns else None
 
-    def _derived(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, list[Span]]:
+    def _derived(
+        self, messages: Sequence[Message], turns: Sequence[int], tools: Sequence[Any] = ()
+    ) -> tuple[str, list[Span]]:
         """The whole text, and what each turn adds to the text that asks for its answer."""
-        whole = self._chat.text(messages, to_answer=False)
+        text = functools.partial(self._chat.text, tools=tools)
+        whole = text(messages, to_answer=False)
         spans = []
         for turn in turns:
             if turn == 0:
@@ -126,8 +131,8 @@ class AnswerSpans:
                     "the conversation begins with the assistant, so that nothing tells its header "
                     f"from its text; put a message before it, or {_USE_MARKERS}."
                 )
-            before = self._chat.text(messages[:turn], to_answer=True)
-            after = self._chat.up_to_end(self._chat.text(messages[: turn + 1], to_answer=False))
+            before = text(messages[:turn], to_answer=True)
+            after = self._chat.up_to_end(text(messages[: turn + 1], to_answer=False))
             if not after.startswith(before):
                 raise UserError(
                     f"the template's text that asks for message {turn} is not the beginning of its "

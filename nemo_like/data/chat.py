@@ -58,8 +58,6 @@ class ChatTokenizer:
         check_switches(template, switches or {}, key)
         self.switches = dict(switches or those_known(template, otherwise or {}))
         """Variables for the template, by name."""
-        self.tools: Sequence[Any] = ()
-        """Schemas of functions that the template is always given."""
         self.cuts = TokenCuts(self._tokenizer)
         self.eos_token_ids = end_token_ids(Path(model_path), self._tokenizer.eos_token_id)
         """Every id that ends a turn: the tokenizer's, and all that the folder's files name."""
@@ -92,10 +90,10 @@ class ChatTokenizer:
         return self.cuts.ids(text)
 
     def render_conversation(
-        self, messages: Sequence[Message], from_message: int = 0
+        self, messages: Sequence[Message], from_message: int = 0, tools: Sequence[Any] = ()
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a whole conversation, and which the assistant wrote; see ``AnswerSpans``."""
-        return self._spans.render(messages, from_message)
+        return self._spans.render(messages, from_message, tools)
 
     @functools.cached_property
     def _spans(self) -> "AnswerSpans":
@@ -159,7 +157,7 @@ class ChatTokenizer:
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=list(tools or self.tools) or None,
+                tools=list(tools) or None,
                 add_generation_prompt=to_answer,
                 tokenize=False,
                 **self.switches,

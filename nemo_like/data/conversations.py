@@ -1,6 +1,5 @@
 """Rows of supervised fine-tuning: conversations and texts, and which of their tokens train."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +15,14 @@ from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.messages import (
     Message,
     cleaned,
+    dialogue,
     fault,
     is_messages,
     opens_with,
     prompt_key,
     prompt_messages,
     refuse_empty,
+    refuse_repr,
     refuse_unsupported,
     system_of,
     tools_of,
@@ -120,37 +121,36 @@ def encode(row: Conversation, chat: ChatTokenizer, train_on: TrainOn) -> TokenRo
     Raises UserError naming the row.
     """
     try:
-        chat = _with_tools(chat, row.tools)
+        _refuse_lost_tools(chat, row.tools)
         if row.text is not None:
             ids = chat.encode_text(row.text)
             mask = [True] * len(ids)
         elif train_on == "all":
-            ids, mask = chat.render_conversation(row.messages, from_message=len(row.messages))
+            ids, mask = chat.render_conversation(row.messages, len(row.messages), row.tools)
             mask = [True] * len(ids)
         else:
             only_last = train_on == "last_assistant"
             first = len(row.messages) - 1 if only_last else row.num_prompt_messages
-            ids, mask = chat.render_conversation(row.messages, from_message=first)
+            ids, mask = chat.render_conversation(row.messages, first, row.tools)
     except UserError as error:
         raise UserError(f"{row.where}: {error}") from error
     end = len(mask) - mask[::-1].index(True) if any(mask) else len(mask)
     return TokenRow(ids=torch.tensor(ids[:end]), mask=torch.tensor(mask[:end]))
 
 
-def _with_tools(chat: ChatTokenizer, tools: Sequence[Any]) -> ChatTokenizer:
-    """The same, which gives ``tools`` to its template; UserError if that takes none."""
+def _refuse_lost_tools(chat: ChatTokenizer, tools: Sequence[Any]) -> None:
+    """Raise UserError if the template takes no ``tools``, and there are some."""
     if not tools:
-        return chat
-    other = copy.copy(chat)
-    other.tools = tools
+        return
     probe = [{"role": "user", "content": "x"}]
-    if other.text(probe, to_answer=True) == chat.text(probe, to_answer=True):
+    if chat.text(probe, to_answer=True, tools=tools) == chat.text(probe, to_answer=True):
         raise UserError("the model's chat template takes no tools; describe them in a message.")
-    return other
 
 
 def completion_messages(content: object, name: str, where: str) -> list[Message]:
     """The assistant's messages that the entry ``name`` of a row holds, or has as text."""
+    content = dialogue(content)
+    refuse_repr(content, name, where)
     messages = [{"role": "assistant", "content": content}] if isinstance(content, str) else content
     messages = cleaned(messages)
     if not is_messages(messages) or any(messages[i]["role"] != "assistant" for i in (0, -1)):

@@ -22,6 +22,7 @@ _SHAREGPT = {
 }
 """Roles by what ShareGPT's ``from`` calls them."""
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+_REPR = re.compile(r"\s*\[\s*\{\s*'(role|content|from)'")
 _KINDS = {dict: "an object", list: "a list", type(None): "null"}
 
 
@@ -38,12 +39,16 @@ def cleaned(value: object) -> object:
 
 
 def dialogue(value: object) -> object:
-    """Messages of a text with turns as in HH-RLHF; anything else as it is.
+    """Messages of a text: JSON, as tables have it, or turns as in HH-RLHF; else as it is.
 
     >>> dialogue("\\n\\nHuman: Hi\\n\\nAssistant:")
     [{'role': 'user', 'content': 'Hi'}]
     """
-    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+    if not isinstance(value, str):
+        return value
+    if value.lstrip()[:1] == "[":
+        return _from_json(value)
+    if not value.startswith("\n\nHuman:"):
         return value
     _, *pieces = _TURN.split(value)
     roles = {"Human": "user", "Assistant": "assistant"}
@@ -53,6 +58,18 @@ def dialogue(value: object) -> object:
     ]
     asks = turns[-1] == {"role": "assistant", "content": ""}
     return turns[:-1] if asks else turns
+
+
+def _from_json(text: str) -> object:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    are_messages = found and all(
+        isinstance(one, dict) and ({"role", "content"} <= one.keys() or "from" in one)
+        for one in found
+    )
+    return found if are_messages else text
 
 
 def system_of(record: Message, default: str | None, where: str) -> str | None:
@@ -105,6 +122,7 @@ def prompt_messages(
 ) -> list[Message]:
     """The messages to answer that the entry ``name`` of a row holds, or has as a user's text."""
     content = dialogue(content)
+    refuse_repr(content, name, where)
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     messages = cleaned(messages)
     if (
@@ -124,6 +142,15 @@ def prompt_messages(
         )
     refuse_empty(messages, name, where)
     return with_system_prompt(messages, system_prompt)
+
+
+def refuse_repr(content: object, name: str, where: str) -> None:
+    """Raise UserError for messages as Python prints them, which would be one message's text."""
+    if isinstance(content, str) and _REPR.match(content):
+        raise UserError(
+            f"{where}: '{name}' is the text of a Python list of messages; write JSON (json.dumps), "
+            "or keep the list itself."
+        )
 
 
 def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:

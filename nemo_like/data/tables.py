@@ -47,9 +47,22 @@ def read_csv(path: Path, key: str) -> Iterator[Located]:
                     )
                 if row:
                     yield f"line {lines.line_num}", dict(zip(header, row, strict=True))
-        except (csv.Error, UnicodeDecodeError) as error:
-            line = lines.line_num + isinstance(error, UnicodeDecodeError)  # which read none of it
-            raise UserError(f"{key}={path}, line {line}: {error}.") from error
+        except csv.Error as error:
+            raise UserError(f"{key}={path}, line {lines.line_num}: {error}.") from error
+        except UnicodeDecodeError as error:
+            line = _line_not_in_utf8(path, key)
+            raise UserError(f"{key}={path}, line {line} is not UTF-8: {error}.") from error
+
+
+def _line_not_in_utf8(path: Path, key: str) -> int:
+    """The first; text is decoded in parts of many lines."""
+    with opened(path, key) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 0
 
 
 def read_parquet(path: Path, key: str) -> Iterator[Located]:

@@ -154,7 +154,8 @@ def refuse_losses(messages: Sequence[Message], text: str, render: Render, begin:
     for index, message in enumerate(messages[begin:], begin):
         role = message["role"]
         # Templates may shorten earlier answers, and write what tools say as JSON.
-        if role not in ("assistant", "tool") and without_space(message["content"]) not in bare:
+        lost = role != "assistant" and without_space(message["content"]) not in bare
+        if lost and (role != "tool" or _is_ignored(messages, index, text, render)):
             raise UserError(
                 f"the template leaves out message {index}, whose role is '{role}'; put its text "
                 "into another message, or use a template that takes it."
@@ -164,6 +165,16 @@ def refuse_losses(messages: Sequence[Message], text: str, render: Render, begin:
                 f"the template leaves out the tool calls of message {index}; write them into its "
                 "content, or use a template that takes them."
             )
+
+
+def _is_ignored(messages: Sequence[Message], index: int, text: str, render: Render) -> bool:
+    """Whether the template writes the same with other content of a message."""
+    other = {**messages[index], "content": "another result"}
+    try:
+        changed = render([*messages[:index], other, *messages[index + 1 :]], to_answer=False)
+        return changed == render(messages, to_answer=False)
+    except UserError:
+        return False
 
 
 def turn_marks(

@@ -41,6 +41,7 @@ _LLAMA = re.compile(
 _PYTHON = re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_BETWEEN = re.compile(r"\s*(?:;\s*|\Z)")
 _NAME = re.compile(r"\s*([\w.-]+)\s*(<arg_key>.*)?\Z", re.DOTALL)
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
@@ -79,6 +80,12 @@ def reply_of(text: str, whole: str | None, number: int, tools: Tools = ()) -> Re
     return Reply({"role": "assistant", "content": content, "tool_calls": calls}, tuple(errors))
 
 
+_KINDS_OF = {
+    **{bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}},
+    **{str: set[str](), list: {"array"}, dict: {"object"}},
+}
+"""What JSON schemas call a value's type; of text, in quotes or not, the whole is kept."""
+
 _Read = Callable[[], tuple[str, dict[str, Any]]]
 
 
@@ -94,8 +101,24 @@ def _split(text: str, tools: Tools) -> tuple[str, list[_Read]]:
         parts = [one[1] for one in _PYTHON.finditer(text)]
         return text[: match.start()], [call for one in parts for call in _python(one)]
     if match := _LLAMA.match(text.replace("<|eom_id|>", "")):
-        return "", [_reader(one) for one in match[1].split("; ")]
+        return "", [*_one_by_one(match[1])]
     return text, []
+
+
+def _one_by_one(text: str) -> Iterator[_Read]:
+    """Calls as JSON, with semicolons between them."""
+    decoder, at = json.JSONDecoder(strict=False), 0
+    while at < len(text):
+        try:
+            found, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            found, end = None, at
+        between = _BETWEEN.match(text, end)
+        if found is None or between is None:
+            yield _reader(text[at:])  # which says why
+            return
+        yield lambda found=found: _call(found)
+        at = between.end()
 
 
 def _reader(text: str) -> _Read:
@@ -159,21 +182,23 @@ def _marked_up(text: str, tools: Tools) -> _Read | None:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """The value of an unquoted argument: text if its schema allows nothing else.
+    """The value of an unquoted argument: text if its schema allows nothing else that it reads as.
 
-    >>> _typed("hello", {"anyOf": [{"type": "string"}, {"type": "boolean"}]}), _typed("1", None)
-    ('hello', 1)
+    >>> _typed("1", {"type": ["string", "null"]}), _typed("1", {"type": "integer"}), _typed("a", {})
+    ('1', 1, 'a')
     """
     schema = schema if isinstance(schema, dict) else {}
-    kinds = [one.get("type") for one in (schema, *schema.get("anyOf", ())) if "type" in one]
-    if kinds == ["string"]:
-        return text
+    types = [one["type"] for one in (schema, *schema.get("anyOf", ())) if "type" in one]
+    kinds = [kind for one in types for kind in (one if isinstance(one, list) else [one])]
     try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
+        value = json.loads(text.lower() if text in ("True", "False") else text)
     except (ValueError, RecursionError) as error:
         if not kinds or "string" in kinds:
             return text
-        raise UnreadableCallError(f"an argument must be of type {kinds[0]}: {error}") from error
+        what = " or ".join(map(str, kinds))
+        raise UnreadableCallError(f"an argument must be of type {what}: {error}") from error
+    is_text = "string" in kinds and not _KINDS_OF[type(value)] & {*kinds}
+    return text if is_text else value
 
 
 def _mistral(text: str) -> Iterator[_Read]:

@@ -25,7 +25,7 @@ class MetricSink(Protocol):
         """Record all numbers of ``step``; there is no second call for the same step."""
 
     def close(self) -> None:
-        """Write out what is left; called once, also after a failure."""
+        """Write out what is left; called once. After a failure ``fail``, if the sink has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +101,13 @@ class Sinks:
                 self._guard(sink, partial(show, step, details))
             self._guard(sink, partial(sink.log, step, values))
 
-    def close(self) -> None:
-        """Close every sink, also if one fails, and say how much was lost."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close every sink, also if one fails, and say how much was lost.
+
+        ``failed``: whether an error ends the run.
+        """
         for sink in self._sinks:
-            self._guard(sink, sink.close)
+            self._guard(sink, getattr(sink, "fail", sink.close) if failed else sink.close)
         for name, count in self.num_failures.items():
             logger.warning("%s failed %d times; metrics.jsonl is complete", name, count)
 

@@ -6,10 +6,9 @@ Each takes the run's folder, its configuration and the last step before a resume
 import importlib
 import logging
 import re
-import threading
 import time
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ class Mlflow:
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
-        mlflow = _package("mlflow")
+        mlflow = package("mlflow")
         here = not mlflow.is_tracking_uri_set()
         uri = f"sqlite:///{run_dir}/mlflow.db" if here else None
         self._make = mlflow.entities.Metric
@@ -69,12 +68,15 @@ class Mlflow:
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
+    def fail(self) -> None:
+        self._client.set_terminated(self._id, "FAILED")
+
 
 class Trackio:
     """A trackio run on this machine (``TRACKIO_DIR``); ``trackio show`` opens its page."""
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
-        self._trackio = _package("trackio")
+        self._trackio = package("trackio")
         resume = "never" if last_step is None else "allow"
         self._run = self._trackio.init(
             project="nemo-like",
@@ -106,45 +108,31 @@ class Prometheus:
     """Serves the latest metrics at ``http://127.0.0.1:9464/metrics``, or on a free port."""
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
-        self._label = re.sub(r'["\\\n]', "_", run_dir.name)
-        self._text = b""
+        client, self._run = package("prometheus_client"), run_dir.name
+        registry = client.CollectorRegistry()
+        self._gauge = partial(client.Gauge, labelnames=("run",), registry=registry)
+        self._gauges: dict[str, Any] = {}
+        serve = partial(client.start_http_server, addr="127.0.0.1", registry=registry)
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", _PROMETHEUS_PORT), self._handler())
+            self._server, _ = serve(_PROMETHEUS_PORT)
         except OSError:
-            self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
+            self._server, _ = serve(0)
         self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
         logger.info("Prometheus: %s", self.url)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        lines = []
         for name, value in {"step": step, **values}.items():
             metric = "nemo_like_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            lines.append(f'{metric}{{run="{self._label}"}} {value:.17g}\n')
-        self._text = "".join(lines).encode()
+            if metric not in self._gauges:
+                self._gauges[metric] = self._gauge(metric, name)
+            self._gauges[metric].labels(self._run).set(value)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        sink = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200 if self.path == "/metrics" else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.end_headers()
-                self.wfile.write(sink._text if self.path == "/metrics" else b"")
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Log nothing: requests come every few seconds."""
-
-        return Handler
-
-
-def _package(name: str) -> Any:
+def package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_like.config.run import RunConfig
 from nemo_like.errors import UserError
 from nemo_like.observe.sinks import Details
-from nemo_like.observe.trackers import masked
+from nemo_like.observe.trackers import masked, package
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,7 @@ class WandbSink:
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int | None) -> None:
         """Secrets in the configuration are masked."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "logging.sinks=[wandb] needs the package wandb; pip install 'nemo-like[wandb]', or "
-                "leave it out"
-            ) from error
+        wandb = self._wandb = package("wandb")
         logging.getLogger("wandb").setLevel(logging.WARNING)
         run_dir.mkdir(parents=True, exist_ok=True)
         run_id, is_resumed = _run_id(run_dir)
@@ -78,19 +72,21 @@ class WandbSink:
 
     def log_details(self, step: int, details: Details) -> None:
         """Histograms, and samples as a table."""
-        import wandb
-
         found: dict[str, Any] = {
-            name: wandb.Histogram([*values]) for name, values in details.histograms.items()
+            name: self._wandb.Histogram([*values]) for name, values in details.histograms.items()
         }
         if details.samples:
             rows: list[Any] = [[*sample.values()] for sample in details.samples]
-            found["samples"] = wandb.Table(columns=[*details.samples[0]], data=rows)
+            found["samples"] = self._wandb.Table(columns=[*details.samples[0]], data=rows)
         self._run.log({"step": step, **found})
 
     def close(self) -> None:
         """Upload what is left, for a bounded time."""
         self._run.finish()
+
+    def fail(self) -> None:
+        """The same, of a run that an error ends."""
+        self._run.finish(exit_code=1)
 
 
 def _run_id(run_dir: Path) -> tuple[str, bool]:

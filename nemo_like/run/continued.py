@@ -81,8 +81,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def warn_changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> None:
     """Log changes, refuse those that make it another run, undo those that the checkpoint undoes."""
-    for key, value in new.items():
-        name = f"{prefix}{key}"
+    for key in {**old, **new}:
+        name, value = f"{prefix}{key}", new.get(key)
         if isinstance(value, dict) and isinstance(old.get(key), dict) and key != "tasks":
             warn_changes(old[key], value, f"{name}.")
         elif value != old.get(key) and name not in ("run.resume", "run.dir"):

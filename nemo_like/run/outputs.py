@@ -22,7 +22,7 @@ def open_sinks(folder: Path, config: RunConfig, kept_step: int) -> tuple[list[Me
     sinks: list[MetricSink] = [jsonl]
     for spec in config.logging.sinks:
         make = SINKS.load("logging.sinks", spec)
-        sinks.append(make(folder, config, kept_step if kept_step > 0 else None))
+        sinks.append(make(folder, config, kept_step if kept_step >= 0 else None))
     return sinks, alarms
 
 

@@ -104,7 +104,7 @@ class Run:
     def __enter__(self) -> Self:
         (self.dir / _SUMMARY).unlink(missing_ok=True)  # of an earlier execution
         self._exit.enter_context(self._progress)
-        self._exit.callback(self._sinks.close)
+        self._exit.push(lambda kind, *_: self._sinks.close(failed=kind is not None))
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._exit.callback(signal.signal, number, signal.getsignal(number))
@@ -182,6 +182,7 @@ class Run:
             self._finish_step(0, validator.validate(0))
             self._stop.obey_before_first_step()
         self._finish_resumed_step(validator)
+        self._tell_start_up(self.first_step, values(self.spans.pop()))
         self._stop.within_steps()
         for step in range(self.first_step + 1, max_steps + 1):
             if why := self.callbacks.stop:
@@ -317,4 +318,4 @@ class Run:
 
     def _open_sinks(self) -> Sinks:
         sinks, self.alarms = open_sinks(self.dir, self.config, self.logged_step)
-        return Sinks([*sinks, self._progress], self.logged_step if self.logged_step > 0 else None)
+        return Sinks([*sinks, self._progress], self.logged_step if self.logged_step >= 0 else None)

@@ -132,11 +132,19 @@ class Dashboard:
         }
 
     def _group(self, query: Query) -> Any:
-        """The trajectories of one prompt at one step in full, or one of them."""
+        """The trajectories of one prompt at one step in full, or the one with an ``index`` alone.
+
+        Of many, those around the index, and how many are left out.
+        """
         kept = self._run(query).trajectories
         kept.refresh()
-        asked = _exactly({name: query[name] for name in IDENTITY if name in query})
-        return kept.read(kept.chosen(asked)[:_MOST_SIBLINGS])
+        names = IDENTITY if "alone" in query else IDENTITY[:-1]
+        chosen = kept.chosen(_exactly({name: query[name] for name in names}))
+        chosen = chosen[np.argsort(kept.columns["index"][chosen])]
+        at = np.searchsorted(kept.columns["index"][chosen], int(query.get("index") or 0))
+        begin = max(0, min(at - _MOST_SIBLINGS // 2, len(chosen) - _MOST_SIBLINGS))
+        shown = chosen[begin : begin + _MOST_SIBLINGS]
+        return {"shown": kept.read(shown), "left_out": len(chosen) - len(shown)}
 
 
 def _exactly(values: Query) -> Query:

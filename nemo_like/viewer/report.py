@@ -117,9 +117,10 @@ def _numbers(runs: Sequence[RunFolder]) -> list[list[Any]]:
 def _times(runs: Sequence[RunFolder]) -> list[list[str]]:
     rows = [["phase", *(f"{run.name}, s/step" for run in runs), "share"]]
     of_runs = [mean_phases(run.steps()) for run in runs]
-    for name, seconds in of_runs[0].most_common():
-        others = [f"{one[name]:.3f}" for one in of_runs]
-        rows.append([name, *others, f"{seconds / (of_runs[0].total() or 1):.0%}"])
+    names = dict.fromkeys(name for one in of_runs for name, _ in one.most_common())
+    for name in names:
+        of_each = [f"{one[name]:.3f}" for one in of_runs]
+        rows.append([name, *of_each, f"{of_runs[0][name] / (of_runs[0].total() or 1):.0%}"])
     return rows
 
 

@@ -67,7 +67,8 @@ def _numbers(records: Sequence[Record]) -> Table:
         if name.startswith("validation/") or (one is records[-1] and name.startswith(_AREAS))
     }
     for name, (value, step) in sorted(latest.items()):
-        table.add_row(name, "not finite" if value is None else f"{value:.5g}", str(step))
+        shown = "not finite" if value is None else f"{value:.5g}"
+        table.add_row(Text(printable(name)), shown, str(step))
     return table
 
 

@@ -126,15 +126,17 @@ class Trajectories:
     ) -> tuple[np.ndarray, bool]:
         """The first ``most`` of rising positions that contain ``text``, or have a prompt.
 
-        Also whether all were read: a slow search returns what it has so far. ``last``: begin
-        with the last ones.
+        Also whether there are no others: a slow search returns what it has so far. ``last``: the
+        last ones.
         """
         hits: list[int] = []
+        complete = True
         until = time.monotonic() + _MOST_SEARCH_S
         places = np.unique(self.columns["place"][found]).tolist()
         for number in reversed(places) if last else places:
-            if len(hits) >= most or time.monotonic() > until:
-                return np.array(sorted(hits[:most]), dtype=np.int64), False
+            if len(hits) > most or time.monotonic() > until:
+                complete = False
+                break
             table = self._table(number, [*_TEXTS, "row"])
             says = np.ones(len(table), dtype=bool)
             if prompt:
@@ -146,7 +148,9 @@ class Trajectories:
             first, end = np.searchsorted(found, [begin, begin + len(says)])
             asked = found[first:end]
             hits += asked[says[asked - begin]].tolist()
-        return np.array(sorted(hits[:most]), dtype=np.int64), True
+        hits.sort()
+        within = hits[-most:] if last else hits[:most]
+        return np.array(within, dtype=np.int64), complete and len(hits) <= most
 
     def rows(self, positions: np.ndarray) -> Iterator[dict[str, Any]]:
         """Index columns of some trajectories."""
@@ -197,8 +201,15 @@ class Trajectories:
             self._tokenizer = Tokenizer.from_file(str(self.folder / VOCABULARY))
         from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._tokenizer, one) or "" for one in ids]
+        stream, pieces = DecodeStream(skip_special_tokens=False), []
+        for one in ids:
+            try:
+                pieces.append(stream.step(self._tokenizer, one) or "")
+            except Exception:  # its only one; those before are bytes that make no character
+                pieces[-1:] = [each or "\N{REPLACEMENT CHARACTER}" for each in pieces[-1:]]
+                pieces.append(self._tokenizer.decode([one], skip_special_tokens=False))
+                stream = DecodeStream(skip_special_tokens=False)
+        return pieces
 
     def _table(self, number: int, columns: list[str] | None = None) -> pa.Table:
         stamp, row_group, _ = self._places[number]

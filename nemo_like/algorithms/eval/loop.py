@@ -34,7 +34,8 @@ def run(config: EvalConfig, session: Session) -> None:
             load_checkpoint(live.policy, Path(name).expanduser().resolve())
     rows, size = live.validation_rows, PROMPTS_AT_ONCE
     measured = Measured(config, rows)
-    file = JsonlFile(run.dir / "samples.jsonl")
+    (path := run.dir / "samples.jsonl").unlink(missing_ok=True)  # of an evaluation that was ended
+    file = JsonlFile(path)
     session.stack.callback(file.close)
     for step in run.rounds(math.ceil(len(rows) / size)):
         first = (step - 1) * size

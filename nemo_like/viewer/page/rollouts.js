@@ -64,18 +64,17 @@ function trajectory(one, query) {
 }
 
 async function group(query) {
-  const { alone, ...asked } = query;
-  const which = { run: query.run, phase: query.phase, step: query.step, group: query.group };
-  const found = await ask("group", alone ? { ...which, index: query.index } : which);
+  const which = { run: query.run, phase: query.phase, step: query.step, group: query.group, index: query.index ?? 0 };
+  const { shown: found, left_out } = await ask("group", query.alone ? { ...which, alone: 1 } : which);
   if (!found.length) return el("p", { class: "note" }, "These are not kept, or not any longer: logging.trajectories_gib limits what is kept.");
   found.sort((a, b) => (String(b.index) === query.index) - (String(a.index) === query.index) || a.index - b.index);
-  const kept = Object.keys(which).concat("index").map((name) => el("input", { type: "hidden", name, value: query[name] ?? "" }));
+  const kept = Object.keys(which).map((name) => el("input", { type: "hidden", name, value: query[name] ?? "" }));
   const one = found[0];
   return el("div", {},
     form("group", { color: "logprob", ...query }, kept, choice("colour", "color", ["logprob", "mask", "version", "none"]),
       input("alone", "alone", "checkbox", { value: 1 }),
       el("a", { href: link("rollouts", { run: query.run, phase: query.phase, like: [query.phase, query.step, query.group, one.index].join("/"), sort: "step" }) }, "this prompt at all steps"),
       el("a", { href: link("rollouts", { run: query.run, phase: query.phase, step_min: query.step, step_max: query.step }) }, `all of step ${query.step}`),
-      el("span", { class: "note" }, `group ${one.group} of step ${one.step}, weights ${one.weight_version}: ${one.prompt}`)),
+      el("span", { class: "note" }, `group ${one.group} of step ${one.step}, weights ${one.weight_version}: ${one.prompt}${left_out ? ` (${left_out} others of the group are not shown)` : ""}`)),
     el("div", { class: "siblings" }, found.map((each) => trajectory(each, query))));
 }
