@@ -12,7 +12,7 @@ from nemo_like.observe.metrics import Metric, Metrics, Reduce
 T = TypeVar("T")
 
 
-class EpochLoader(Generic[T]):
+class EpochLoader(PromptLoader[T]):
     """Batches of ``batch_size`` rows, pass by pass for ``num_epochs`` passes; none spans two.
 
     The last batch of a pass has the rows that are left, and no other. A position is one of rows, so
@@ -30,44 +30,35 @@ class EpochLoader(Generic[T]):
         shuffle: bool,
     ) -> None:
         """``num_epochs`` None: endless passes."""
+        super().__init__(rows, fingerprint=fingerprint, seed=seed, shuffle=shuffle)
         self._batch_size = batch_size
         self._num_epochs = num_epochs
-        self._passes = PromptLoader(rows, fingerprint=fingerprint, seed=seed, shuffle=shuffle)
-        self._num_rows = len(rows)
         self.steps_per_epoch: int = math.ceil(len(rows) / batch_size)
         """Batches of one whole pass."""
 
     @property
     def epochs_done(self) -> float:
         """Passes made so far, the current one by its share of rows."""
-        return self._passes.epoch + 1 - self._passes.rows_left / self._num_rows
+        return self.epoch + 1 - self.rows_left / len(self._rows)
 
     @property
     def steps_left(self) -> int | None:
         """Batches from here to the end of the last pass; None: endless."""
         if self._num_epochs is None:
             return None
-        later = self._num_epochs - 1 - self._passes.epoch
-        here = math.ceil(self._passes.rows_left / self._batch_size)
+        later = self._num_epochs - 1 - self.epoch
+        here = math.ceil(self.rows_left / self._batch_size)
         return max(0, here + later * self.steps_per_epoch)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> list[T]:
-        if self._passes.rows_left == 0:
-            self._passes.start_next_epoch()
-        if self._num_epochs is not None and self._passes.epoch >= self._num_epochs:
+        if self.rows_left == 0:
+            self.start_next_epoch()
+        if self._num_epochs is not None and self.epoch >= self._num_epochs:
             raise StopIteration
-        return self._passes.next_rows(min(self._batch_size, self._passes.rows_left))
-
-    def state(self) -> dict[str, Any]:
-        """See ``PromptLoader.state``."""
-        return self._passes.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """See ``PromptLoader.load_state``."""
-        self._passes.load_state(state)
+        return self.next_rows(min(self._batch_size, self.rows_left))
 
 
 class MixtureLoader(Generic[T]):

@@ -6,7 +6,6 @@ the run does not have raises no alarm.
 
 import json
 import math
-import re
 import shlex
 import statistics
 from collections import deque
@@ -138,12 +137,10 @@ def _length_explosion(first: _Steps, last: _Steps, settings: Mapping[str, Any]) 
     # From twice the first length on: a short buffer at the end bounds truncation, not growth.
     buffer = max(1, settings.get("generation.max_new_tokens", 0) - round(2 * first.mean(_LENGTH)))
     remedy = f", or penalise longer ones with advantage.overlong_buffer_tokens={buffer}"
-    if settings.get("environment.name") != "single_turn":
+    known = "advantage.overlong_buffer_tokens" in settings
+    if not known or settings.get("environment.name") != "single_turn":
         remedy = ""  # it is about one completion
-    return (
-        f"completions grew {_lengths(first, last)}; {_smaller_rate(settings)}"
-        f"{_if_known(remedy, settings)}"
-    )
+    return f"completions grew {_lengths(first, last)}; {_smaller_rate(settings)}{remedy}"
 
 
 def _length_collapse(first: _Steps, last: _Steps, settings: Mapping[str, Any]) -> str | None:
@@ -271,12 +268,6 @@ _RULES: dict[Rule, int] = {
 
 def _smaller_rate(settings: Mapping[str, Any]) -> str:
     return f"set policy.optimizer.lr={settings.get('policy.optimizer.lr', 0) / 3:.1g}"
-
-
-def _if_known(remedy: str, settings: Mapping[str, Any]) -> str:
-    """The remedy, or nothing if this algorithm lacks its key."""
-    key = re.search(r"[\w.]+(?==)", remedy)
-    return remedy if key and key[0] in settings else ""
 
 
 def _with_option(option: str, settings: Mapping[str, Any]) -> str:
