@@ -55,8 +55,8 @@ class RunResult:
     @property
     def metrics(self) -> list[dict[str, float]]:
         """The record of each step; see ``metrics.jsonl``."""
-        lines = (self.dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        with (self.dir / "metrics.jsonl").open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
 
     @property
     def summary(self) -> dict[str, Any]:

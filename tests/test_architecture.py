@@ -100,7 +100,6 @@ ALWAYS_OPEN = {
 }
 """Crossings that are not inside a function."""
 ONE_PLACE_ONLY = {
-    "wandb": {"observe/wandb_sink.py"},
     # The engine on our side, and what runs inside its own processes.
     "vllm": {
         f"generation/vllm/{part}.py"

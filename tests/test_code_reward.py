@@ -143,6 +143,23 @@ def test_a_method_of_a_solution_class_is_found():
     assert scored(program, {"inputs": [[1, 2]], "outputs": [3]}, "add")["reward"] == 1.0
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def add(a, b): return a + b\nif __name__ == '__main__':\n    print(add(int(input()), 1))",
+        "def add(a, b): return a + b\nif __name__ == '__main__': import sys; sys.exit(add(1, 2))",
+        "class Solution:\n    def add(self, a: int, b: Optional[int]) -> List[int]: return a + b",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass P:\n    x: int\ndef add(a, b): return P(a).x + b",
+        "import pickle\nclass P: pass\ndef add(a, b): pickle.dumps(P()); return a + b",
+    ],
+    ids=["reads", "exits", "typing", "dataclass", "pickle"],
+)
+def test_a_program_is_imported_for_its_functions(program):
+    assert scored(program, {"inputs": [[1, 2]], "outputs": [3]}, "add")["reward"] == 1.0
+    assert scored(program, {"inputs": [[1, 2]], "outputs": [4]}, "add")["reward"] == 0.0
+
+
 def test_numbers_of_many_digits_and_bytes_may_be_printed():
     huge = {"inputs": [""], "outputs": ["1" + "0" * 5000]}
     assert scored("print(10 ** 5000)", huge)["reward"] == 1.0

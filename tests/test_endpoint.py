@@ -312,6 +312,25 @@ def test_stop_and_max_tokens_limit_a_call_and_what_the_run_decides_stays(tmp_pat
     assert "temperature=0.2" in warned[1]
 
 
+def test_the_text_that_stops_a_call_is_left_out_and_its_tokens_are_kept(tmp_path):
+    chat = build_chat(tmp_path, QWEN)
+    engine = Remembering(chat, "Thought: look\nObservation:", "done")
+    recorder = recorder_of(chat, engine)
+    first = [user("Hi")]
+
+    async def call(client, _):
+        found = await client.chat.completions.create(
+            model="m", messages=first, stop=["\nObservation:", "\nStop"]
+        )
+        said = found.choices[0].message.content
+        again = [*first, {"role": "assistant", "content": said}, user("Observation: 4")]
+        await client.chat.completions.create(model="m", messages=again)
+        return said
+
+    assert ask(recorder, call) == "Thought: look"
+    assert sampled_of(recorder, engine) == [[one for ids in engine.sampled for one in ids]]
+
+
 def test_logprobs_are_those_of_the_sampled_tokens(tmp_path):
     chat = build_chat(tmp_path, QWEN)
     recorder = recorder_of(chat, Scripted(chat, "ab", "c", "d"))

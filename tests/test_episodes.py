@@ -470,6 +470,40 @@ def test_tools_that_wait_run_at_once_however_few_processors_there_are(chat, tmp_
     assert [one.result.reward for one in found] == [4.0] * 40
 
 
+FAILS = '''
+def look(name: str) -> str:
+    """
+    Look.
+
+    Args:
+        name: Whose.
+    """
+    return next(one for one in ("a",) if one == name)
+
+def pairs() -> dict:
+    """Pairs."""
+    return {(1, 2): 3}
+
+def reward(prompt, completion, **_):
+    return float(completion)
+'''
+
+
+def test_a_tool_that_finds_nothing_or_returns_what_json_lacks_tells_the_policy(chat, tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    scripts = [
+        '<tool_call>{"name": "look", "arguments": {"name": "b"}}</tool_call>|4',
+        '<tool_call>{"name": "pairs", "arguments": {}}</tool_call>|4',
+    ]
+    options = {"tools": [f"{tmp_path}/fails.py:look", f"{tmp_path}/fails.py:pairs"]}
+    reward = f"{tmp_path}/fails.py:reward"
+    found = conversations(chat, scripts, name="tools", options=options, reward=reward)
+    assert [one.result.reward for one in found] == [4.0, 4.0]
+    said = [next(m["content"] for m in one.messages if m["role"] == "tool") for one in found]
+    assert "RuntimeError: StopIteration" in said[0]
+    assert "TypeError: keys must be str" in said[1]
+
+
 CALL_2_2 = '<tool_call>{"name": "calculate", "arguments": {"expression": "2 + 2"}}</tool_call>'
 
 
@@ -568,6 +602,25 @@ def test_a_search_finds_the_documents_that_have_rare_words(tmp_path):
     assert Index(["a b", "c"]).best("z", 3) == []
     with pytest.raises(UserError, match="cannot be read"):
         Search(str(tmp_path / "none.txt"))
+
+
+def test_lines_of_a_corpus_may_have_any_character(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    texts = ["one\u2028two", "three\x85four"]
+    corpus.write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts))
+    search = Search(str(corpus), num_results=1)
+    action = Action(
+        text="", tool_calls=[ToolCall(id="1", name="search", arguments={"query": "four"})]
+    )
+    [message] = asyncio.run(search.step(action)).messages
+    assert "three" in message["content"]
+
+
+def test_a_number_of_very_many_digits_is_no_guess():
+    game = Guess()
+    game.reset({"prompt": "a"})
+    result = game.step(Action(text="9" * 5000))
+    assert result.messages[0]["content"].startswith("That is no number")
 
 
 def test_a_number_is_found_by_halving():

@@ -170,11 +170,14 @@ def test_processes_share_the_requests_that_may_be_under_way(server):
 
 
 def test_a_judge_that_hangs_or_is_down_costs_its_rows_in_time(server):
-    _, url = server
+    asked, url = server
     begin = time.monotonic()
     [slow, quick] = judged(environment(url, timeout_s=1.5), "wait 30", "Score: 1")
     assert (slow.reward, quick.reward) == (None, 0.1)
     assert time.monotonic() - begin < 20
+    assert asked.asked["wait 30"] == 1  # it had all of the time
+    [enough] = judged(environment(url, timeout_s=4.0), "wait 2")
+    assert enough.reward == 0.5
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.rewards.math.reward import extract, reward, verify
+from nemo_like.rewards.math.reward import (
+    extract,
+    has_readable_answer,
+    reward,
+    spelling,
+    verify,
+)
 
 DATA = Path(__file__).parent / "data"
 
@@ -96,6 +102,12 @@ def test_the_very_same_text_settles_an_unreadable_gold():
 def test_a_number_as_gold_is_read_like_text():
     assert reward("p", r"\boxed{5}", answer=5)["reward"] == 1.0
     assert reward("p", r"\boxed{2.50}", answer=2.5)["reward"] == 1.0
+
+
+@pytest.mark.parametrize("gold", [r"\max(i,j)", r"i \mod 10", r"1.5\times10^{9999}"])
+def test_any_gold_is_read_or_refused(gold):
+    assert has_readable_answer(gold) in (True, False)
+    assert spelling(gold)
 
 
 @pytest.mark.parametrize("response", [r"\frac12", "0.50", "1/2", r"\text{0.5}", "$.5$"])

@@ -168,6 +168,14 @@ def test_a_resumed_run_counts_no_step_twice(tmp_path, caplog):
     assert [(one["step"], one["failed"]) for one in found] == [(1, 1), (2, 4)]
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85"])
+def test_a_run_goes_on_after_a_reason_with_any_character(tmp_path, character):
+    environment = EnvironmentConfig(reward="my.py:f")
+    failures = failing(1, 4, **{f"odd{character}name": 1})
+    RewardFailures(environment, tmp_path, -1).check(1, "train", *failures)
+    assert RewardFailures(environment, tmp_path, 1)._known == {f"odd{character}name"}
+
+
 def test_a_reward_is_tried_on_rows_without_a_run(reward_file, tmp_path, capfd):
     rows = tmp_path / "rows.jsonl"
     answers = ["7", "no", *["8"] * 10]

@@ -632,6 +632,12 @@ def test_an_async_row_that_began_before_the_first_was_scored_has_no_extra_time(s
     assert score(pool, "x")[0].metrics["pid"] == other.metrics["pid"], "it cancelled the row itself"
 
 
+def test_async_rows_that_wait_for_an_import_have_its_time_when_the_first_is_done(start):
+    pool = start("judge", timeout_s=2.0)
+    results = score(pool, "sleep 2.5", "sleep 6", "sleep 6")
+    assert [one.reward for one in results] == [1.0] * 3
+
+
 def test_an_async_row_that_blocks_the_loop_meets_the_hard_limit(judges):
     score(judges, "x")
     start = time.monotonic()

@@ -14,6 +14,7 @@ from nemo_like.errors import UserError
 from nemo_like.generation.protocol import Completion, FinishReason
 from nemo_like.losses.advantages import group_advantages, whiten
 from nemo_like.rewards.find import reward_spec
+from nemo_like.rewards.function import to_result
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rewards.several import combined
 from nemo_like.rewards.start import start_pool
@@ -75,6 +76,19 @@ def test_one_that_is_async_makes_all_so_and_one_that_fails_costs_the_row(functio
     assert asyncio.run(function("q", "abc", {}))["reward"] == pytest.approx(0.97)
     with pytest.raises(UserError, match="fails: returned None"):
         combined(parts_of(functions, fails=1.0))("q", "abc", {})
+
+
+def test_a_plain_function_may_return_an_awaitable_and_a_lost_metric_is_told(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "async def late(): return 1.0\n"
+        "def waits(prompt, completion): return late()\n"
+        "def odd(prompt, completion): return {'reward': 1.0, 'x': float('nan')}\n"
+    )
+    both = combined(parts_of(path, waits=1.0, odd=2.0))
+    found = to_result(asyncio.run(both("q", "a", {})))
+    assert found.reward == 3.0
+    assert [*found.dropped] == ["odd/x"]
 
 
 def test_a_pool_scores_by_several(functions):

@@ -18,7 +18,14 @@ from typing import Any
 import aiohttp
 
 from nemo_like.config.environment import ENVIRONMENTS
-from nemo_like.environments.protocol import ENDPOINT, Action, Observation, StepResult, ToolCall
+from nemo_like.environments.protocol import (
+    ENDPOINT,
+    Action,
+    Observation,
+    StepResult,
+    called,
+    calls_of,
+)
 from nemo_like.errors import UserError
 from nemo_like.rewards.find import load_reward
 from nemo_like.rewards.function import RewardFunction
@@ -140,14 +147,17 @@ class Episodes:
         """Call the user's method: on the loop if ``async``, else in a thread; with a time limit."""
         limit_s = self._spec["timeout_s"]
         inner = getattr(method, "function", method)
+        limit = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s):
+            async with limit:
                 if inspect.iscoroutinefunction(inner):
                     return await method(*arguments)
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._threads, _called, method, *arguments)
+                found = await loop.run_in_executor(self._threads, called, method, *arguments)
                 return await found if inspect.isawaitable(found) else found
         except TimeoutError as error:
+            if not limit.expired():  # one of the method's own
+                raise
             self._num_late += 1
             if 2 * self._num_late > self._spec["at_once"]:  # such a thread may never be free again
                 self._replace_threads()
@@ -184,27 +194,12 @@ def _refuse_unless(kind: type, name: str, found: Any) -> None:
         )
 
 
-def _called(method: Any, *arguments: Any) -> Any:
-    try:
-        return method(*arguments)
-    except StopIteration as error:  # which no future can hold
-        raise RuntimeError("StopIteration") from error
-
-
 def _action(choice: Mapping[str, Any]) -> Action:
     message = choice["message"]
-    calls = [
-        ToolCall(
-            id=call["id"],
-            name=call["function"]["name"],
-            arguments=json.loads(call["function"]["arguments"]),
-        )
-        for call in message.get("tool_calls") or ()
-    ]
     message["content"] = message["content"] or ""
     return Action(
         text=message["content"],
-        tool_calls=calls,
+        tool_calls=calls_of(message),
         errors=choice.get("tool_call_errors", ()),
         truncated=choice["finish_reason"] == "length",
     )

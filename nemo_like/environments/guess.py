@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_like.environments.protocol import Action, Observation, StepResult
 
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"(?<!\d)-?\d{1,18}(?!\d)")
 
 
 class Guess:

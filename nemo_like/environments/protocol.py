@@ -1,6 +1,7 @@
 """What an environment is: it opens a conversation, answers each turn, and gives rewards."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,6 +56,26 @@ class StepResult:
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of this step; those of a name are added up."""
+
+
+def calls_of(message: Message) -> list[ToolCall]:
+    """Those of an assistant's message, whose arguments are JSON text."""
+    return [
+        ToolCall(
+            id=one["id"],
+            name=one["function"]["name"],
+            arguments=json.loads(one["function"]["arguments"]),
+        )
+        for one in message.get("tool_calls") or ()
+    ]
+
+
+def called(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a user's method returns; it runs in a thread."""
+    try:
+        return method(*arguments, **named)
+    except StopIteration as error:  # which no future can hold
+        raise RuntimeError("StopIteration") from error
 
 
 class Environment(Protocol):

@@ -85,7 +85,7 @@ def _index(corpus: str) -> Index:
     if path.suffix != ".jsonl":
         return Index([one.strip() for one in re.split(r"\n\s*\n", text) if one.strip()])
     try:
-        return Index([str(json.loads(line)["text"]) for line in text.splitlines() if line.strip()])
+        return Index([str(json.loads(line)["text"]) for line in text.split("\n") if line.strip()])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"corpus={corpus}: each line must be {{'text': ...}}: {error!r}."

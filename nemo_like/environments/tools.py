@@ -19,7 +19,14 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from nemo_like.data.tool_calls import reply_of
 from nemo_like.doors import Door, error_text
-from nemo_like.environments.protocol import Action, Observation, StepResult, ToolCall
+from nemo_like.environments.protocol import (
+    Action,
+    Observation,
+    StepResult,
+    ToolCall,
+    called,
+    calls_of,
+)
 from nemo_like.errors import UserError
 
 TOOLS = Door(
@@ -127,24 +134,16 @@ class Tools:
             if inspect.iscoroutinefunction(tool):
                 found = await tool(**call.arguments)
             else:
-                found = await asyncio.to_thread(tool, **call.arguments)
+                found = await asyncio.to_thread(called, tool, **call.arguments)
+            return found if isinstance(found, str) else json.dumps(found, default=str), False
         except Exception as error:  # the tool's own code, on what the policy wrote
             return f"Error: {error_text(error)}", True
-        return found if isinstance(found, str) else json.dumps(found, default=str), False
 
 
 def _with_calls(action: Action, schemas: Sequence[Mapping[str, Any]]) -> Action:
     """The action with the calls that are in its text."""
     reply = reply_of(action.text, action.text, 0, schemas)
-    calls = [
-        ToolCall(
-            id=one["id"],
-            name=one["function"]["name"],
-            arguments=json.loads(one["function"]["arguments"]),
-        )
-        for one in reply.message.get("tool_calls", ())
-    ]
-    return replace(action, tool_calls=calls, errors=reply.errors)
+    return replace(action, tool_calls=calls_of(reply.message), errors=reply.errors)
 
 
 def shortened(text: str, most: int, cut: Side) -> str:

@@ -140,7 +140,7 @@ class LocalEngine:
 
     async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
         """Replace weights; RunError as the protocol says. There is no cache to reset."""
-        if self._server is None or self._receiver is None:
+        if self._receiver is None:
             raise RunError(f"Refit {version} came before the engine had started.")
         check_refit(
             version,
@@ -167,7 +167,7 @@ class LocalEngine:
         if self._server is not None:
             self._server.cancel()
             await asyncio.wait({self._server})
-        self._server = self._version = None
+        self._server = self._version = self._receiver = None
 
     def ends_with_string(self, sampling: SamplingParams, token_ids: Sequence[int]) -> bool:
         """Whether the last token completed a stop string; special tokens count as text."""

@@ -133,7 +133,7 @@ class Receiver(Protocol):
     def tensors(
         self, version: int, *, adapters_only: bool = False
     ) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
+        """Every tensor of one refit by name; each is overwritten once the next bucket is drawn.
 
         Raises RunError if the sender fails, is gone, or sends another version.
         """

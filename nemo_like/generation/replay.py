@@ -1,26 +1,23 @@
 """Replay completions of an earlier run, to train, debug and profile without an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
+from torch import Tensor
 
 from nemo_like.doors import refuse_special
 from nemo_like.errors import RunError, UserError
+from nemo_like.generation.local_engine import LocalEngine
 from nemo_like.generation.protocol import (
     Completion,
     EngineConfig,
-    EngineMemory,
     FinishReason,
     GenerationRequest,
-    Link,
 )
 from nemo_like.observe.trajectory_files import files_of
-from nemo_like.refit.buckets import Bucket, check_buckets
 
 _IDENTITY = ("phase", "step", "group", "index")
 _COLUMNS = ("turns", "end", "input_ids", "generation_logprobs")
@@ -30,20 +27,18 @@ Key = tuple[str, int, int, int]
 """Phase, step (0 unless validation), group, index."""
 
 
-class ReplayEngine:
+class ReplayEngine(LocalEngine):
     """Completions of a run with the same rows, seed and group sizes; implements ``Engine``.
 
     It receives and drops weights. Rewards are computed again.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._places: dict[Key, tuple[Path, int, int]] = {}
         """File, row group and row of each completion."""
         self._last_step = 0
         self._rows_of = _rows_of
-        self._receiver: Any = None
-        self._version: int | None = None
 
     async def start(self) -> None:
         """Find all trajectories; UserError if there are none."""
@@ -104,29 +99,10 @@ class ReplayEngine:
             weight_version=self._version,
         )
 
-    async def interrupt(self) -> None:
-        """Do nothing: completions take no time."""
-
-    async def connect(self, link: Link, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Connect to the sender of weights."""
-        dtype = getattr(torch, self._config.dtype)
-        check_buckets(buckets, self._config.model_path, dtype, self._config.lora)
-        self._receiver = link.receiver(0, buckets, torch.device(self._config.device), timeout_s)
-
-    async def load_weights(self, version: int, *, adapters_only: bool = False) -> None:
+    def _copy_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Receive weights and drop them."""
-        for _ in self._receiver.tensors(version, adapters_only=adapters_only):
+        for _ in tensors:
             pass
-        self._version = version
-
-    async def sleep(self) -> None:
-        """Do nothing: there is no memory to free."""
-
-    async def wake(self, memory: EngineMemory) -> None:
-        """Do nothing: there is no memory to reclaim."""
-
-    async def shutdown(self) -> None:
-        """Do nothing: there is no process."""
 
 
 def _rows_of(path: Path, number: int) -> pa.Table:

@@ -1,4 +1,4 @@
-"""Weights & Biases; the only file that imports ``wandb``."""
+"""Weights & Biases; the only file that uses ``wandb``."""
 
 import logging
 import os

@@ -92,7 +92,7 @@ class BroadcastReceiver:
         self._device = device
 
     def tensors(self, version: int, *, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
+        """Every tensor of one refit by name; each is overwritten once the next bucket is drawn.
 
         Raises RunError if the sender is gone or sends another version.
         """

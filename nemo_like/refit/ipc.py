@@ -157,7 +157,7 @@ class IpcReceiver:
         self._device = device
 
     def tensors(self, version: int, *, adapters_only: bool = False) -> Tensors:
-        """Every tensor of one refit by name; each is overwritten once two more buckets are drawn.
+        """Every tensor of one refit by name; each is overwritten once the next bucket is drawn.
 
         Raises RunError if the sender fails, is gone, or sends another version.
         """

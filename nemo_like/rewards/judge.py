@@ -84,21 +84,24 @@ class Judge:
         for number in range(1, _TRIES + 1):
             wait_s = _FIRST_WAIT_S * 2 ** (number - 1)
             try:
-                status, body, asked_wait_s = await self._post(text)
+                status, body, asked_wait_s = await self._post(text, deadline - time.monotonic())
                 if status == 200:
                     return _content(body), number
                 problem = f"{status}\n{str(body)[:_MOST_CHARS]}"
                 if status < 500 and status != 429:
                     break
                 wait_s = max(wait_s, asked_wait_s)
-            except (aiohttp.ClientError, OSError) as error:  # TimeoutError too
+            except TimeoutError as error:
+                problem = error_text(error)
+                break
+            except (aiohttp.ClientError, OSError) as error:
                 problem = error_text(error)
             if number == _TRIES or time.monotonic() + wait_s > deadline:
                 break
             await asyncio.sleep(wait_s)
         raise UserError(f"{self._name} gave no verdict in {number} tries: {problem}")
 
-    async def _post(self, text: str) -> tuple[int, Any, float]:
+    async def _post(self, text: str, limit_s: float) -> tuple[int, Any, float]:
         """Status, body, and the seconds of ``Retry-After``."""
         settings = self._settings
         if self._session is None:
@@ -111,7 +114,7 @@ class Judge:
             json={"model": settings["model"], "messages": [{"role": "user", "content": text}]}
             | settings["parameters"],
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=aiohttp.ClientTimeout(total=settings["timeout_s"] / _TRIES),
+            timeout=aiohttp.ClientTimeout(total=limit_s),
         ) as response:
             try:
                 asked_wait_s = float(response.headers.get("Retry-After", 0))

@@ -96,6 +96,8 @@ class _Call:
     done: asyncio.Future[None]
     since: float = field(default_factory=time.monotonic)
     """When the first of ``rows`` began, as far as the pool knows: at the result before."""
+    is_first: bool = False
+    """Whether it began before the process had scored any row."""
     extra_s: float = 0.0
     """Of the first row that a process scores."""
 
@@ -182,7 +184,7 @@ class RewardProcess(asyncio.Protocol):
         assert self._transport is not None
         together = len(rows) if self.is_batched else 1
         done = asyncio.get_running_loop().create_future()
-        call = _Call({row.id: row for row in rows}, together, done)
+        call = _Call({row.id: row for row in rows}, together, done, is_first=not self.num_scored)
         self._in_flight |= dict.fromkeys(call.rows, call)
         messages = [row.message for row in rows]
         frames = [messages] if self.is_batched else [[message] for message in messages]
@@ -215,7 +217,8 @@ class RewardProcess(asyncio.Protocol):
         left_s = call.since + limit_s * call.num_together + call.extra_s - time.monotonic()
         if self.is_concurrent:
             left_s += CONCURRENT_GRACE_S
-        if left_s <= 0 and not (self.num_scored or call.extra_s):  # it may still import
+        may_import = not self.num_scored or (self.is_concurrent and call.is_first)
+        if left_s <= 0 and may_import and not call.extra_s:
             call.extra_s = self._first_s
             left_s += call.extra_s
         if left_s <= 0:

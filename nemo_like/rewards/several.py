@@ -25,29 +25,26 @@ def combined(
             if one.reward is None:
                 raise UserError(f"{name}: {one.error}")
             result["reward"] += parts[name].get("weight", 1) * one.reward
-            result |= {f"{name}/{metric}": number for metric, number in one.metrics.items()}
+            numbers = one.metrics | dict.fromkeys(one.dropped, float("nan"))  # which is told
+            result |= {f"{name}/{metric}": number for metric, number in numbers.items()}
             result[f"{keys.REWARD_OF}{name}"] = one.reward
             if one.answer is not None:
                 result.setdefault("answer", one.answer)
         return result if len(result) > 1 else {"reward": None, "error": "no reward applies"}
 
-    def plain(prompt: str, completion: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return total({name: one(prompt, completion, fields) for name, one in functions.items()})
+    async def awaited(found: Mapping[str, Any]) -> dict[str, Any]:
+        return total({k: await v if inspect.isawaitable(v) else v for k, v in found.items()})
 
-    async def awaiting(prompt: str, completion: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        found = {}
-        for name, one in functions.items():
-            value = one(prompt, completion, fields)
-            found[name] = await value if inspect.isawaitable(value) else value
-        return total(found)
+    def call(prompt: str, completion: str, fields: Mapping[str, Any]) -> Any:
+        found = {name: one(prompt, completion, fields) for name, one in functions.items()}
+        return awaited(found) if any(map(inspect.isawaitable, found.values())) else total(found)
 
-    is_async = any(one.is_async for one in functions.values())
     return RewardFunction(
         ", ".join(one.spec for one in functions.values()),
-        awaiting if is_async else plain,
+        call,
         accepted_fields=None,
         required_fields=frozenset().union(*(one.required_fields for one in functions.values())),
-        is_async=is_async,
+        is_async=any(one.is_async for one in functions.values()),
         by_name=False,
         queues=any(one.queues for one in functions.values()),
     )

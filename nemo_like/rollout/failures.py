@@ -1,6 +1,5 @@
 """Count why rewards failed, at each step, in a file of the run's folder."""
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,8 +39,8 @@ class RewardFailures:
         if self._path.exists():
             self._file = JsonlFile(self._path)
             self._file.truncate_after(resumed_step)
-            for line in self._path.read_text().splitlines():
-                self._known |= json.loads(line)["reasons"].keys()
+            for record in self._file.records():
+                self._known |= record["reasons"].keys()
 
     def check(
         self, step: int, phase: str, rows: Mapping[str, Tensor], results: "Sequence[RolloutResult]"

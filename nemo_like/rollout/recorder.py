@@ -28,6 +28,12 @@ Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 """Samples one completion."""
 
 
+def _until(text: str, stop: Sequence[str]) -> str:
+    """What stands before the first of the strings, as OpenAI's servers give it."""
+    found = [at for one in stop if (at := text.find(one)) >= 0]
+    return text[: min(found, default=len(text))]
+
+
 class EndedError(Exception):
     """A call to a trajectory that has ended; the message says why."""
 
@@ -107,16 +113,16 @@ class Recorder:
         if self._closed is not None:  # closed meanwhile; late completions do not train
             raise self._closed
         ids, chat = completion.token_ids, self._chat
-        whole = chat.decode_whole(ids) if tools else None
-        reply = reply_of(chat.decode(ids), whole, number, tools)
+        text = chat.decode(ids)
+        whole = _until(chat.decode_whole(ids), stop) if tools else None
+        reply = reply_of(_until(text, stop), whole, number, tools)
         if reply.errors:
             self.counts["unreadable_tool_calls"] += len(reply.errors)
-        content = reply.message["content"]
         turn = Turn(
             parent=parent,
             given=given,
             completion=completion,
-            said=messages + content if isinstance(messages, str) else [*messages, reply.message],
+            said=messages + text if isinstance(messages, str) else [*messages, reply.message],
             reply=reply,
             prompt_tokens=len(prompt_ids),
             tools=tools,

@@ -29,6 +29,17 @@ MOST_WORDS = 4
 
 LIST_SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 VARIABLE = re.compile("[a-zA-Z]")
+_ROUNDED = re.compile(
+    r"(.*(?:(?<![_{\w])\d|\\[dt]?frac|\\pi|π).*?)(?:≈|\\approx(?![a-zA-Z])).*", re.DOTALL
+)
+"""A value, the first group, and what it is rounded to."""
+_NAME = re.compile(r"(?!\\(?:sin|cos|tan|log|ln|sqrt))[\\|{]?[a-zA-Z][a-zA-Z\\'|} ]*")
+_NAMES = re.compile(r"\( ?[a-zA-Z](?: ?, ?[a-zA-Z])+ ?\)")
+_BESIDE_NAME = re.compile(
+    r"_\{?\w+\}?|\^\{-1\}|\\mathbb ?"  # indices, inverses, fonts
+    r"|(?<=[a-zA-Z}'])(?:\([^()=]*\)|\[[^\[\]=]*\])"  # arguments
+    r"|(?<=[a-zA-Z})]) ?\+ ?(?=[a-zA-Z])"  # sums of names
+)
 RELATION = r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>"
 
 
@@ -100,7 +111,7 @@ def equal(gold: str, given: str) -> bool:
     """Whether ``given`` is the same answer as ``gold``; some policies depend on which is which."""
     if max(len(gold), len(given)) > MAX_CHARACTERS:
         return squash(gold) == squash(given)
-    gold_text, given_text = tidy(gold), tidy(given)
+    gold_text, given_text = tidy(gold), tidy(_ROUNDED.sub(r"\1", given))
     if not gold_text or not given_text:
         return False
     joined = join_thousands(gold_text)
@@ -109,20 +120,6 @@ def equal(gold: str, given: str) -> bool:
     if is_list and same_letters(joined, given_text) is None and _equal(joined, given_text):
         return True  # 100,200,300 is a list where a list is wanted
     return _choices_equal(joined, join_thousands(given_text))
-
-
-def spelling(text: str) -> str:
-    r"""One spelling of an answer, and of a number one form: what votes are counted by.
-
-    >>> spelling(r"$\frac12$"), spelling("0.50"), spelling("x + 1")
-    ('1/2', '1/2', 'x+1')
-    """
-    if len(text) > MAX_CHARACTERS:
-        return squash(text)
-    tidied = join_thousands(tidy(text))
-    value, _, is_percentage = strip_units(tidied)
-    number = None if is_percentage else number_of(value)
-    return squash(tidied) if number is None else str(number)
 
 
 def _choices_equal(gold: str, given: str) -> bool:
@@ -232,13 +229,13 @@ def _same_set(gold: list[str], given: list[str]) -> bool:
 
 
 def _assignment(text: str) -> tuple[str | None, str]:
-    """Split ``x = 5`` or ``f(x) = 5`` into name and value, and ``2 + 3 = 5`` into '' and value."""
+    """Split ``f(2) = 5`` or ``m + n = 5`` into name and value, ``2 + 3 = 5`` into '' and value."""
     sides = split_top_level(text, r"(?<!\\)=")
     if len(sides) < 2 or not all(sides):
         return None, text
     name, value = sides[0], sides[-1]
-    bare = re.sub(r"_\{?\w+\}?|\^\{-1\}|\([a-zA-Z, ]*\)", "", name)
-    if re.fullmatch(r"(?!\\(?:sin|cos|tan|log|ln|sqrt))[\\|]?[a-zA-Z][a-zA-Z\\'| ]*", bare):
+    bare = _BESIDE_NAME.sub("", name)
+    if _NAMES.fullmatch(name) or _NAME.fullmatch(bare):
         return name, value
     if VARIABLE.fullmatch(value) and number_of(name) is not None:
         return value, name

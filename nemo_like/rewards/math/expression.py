@@ -115,17 +115,17 @@ def parse(text: str) -> Parsed | None:
         expression = latex2sympy(
             text, is_real=not is_complex, convert_degrees=False, normalization_config=None
         )
-    except Exception:  # the parser's own exceptions are bare ones: the text is no expression
+        if not isinstance(expression, (sympy.Basic, sympy.MatrixBase)):
+            return None
+        if not isinstance(expression, sympy.Expr):
+            return expression
+        if not _num_digits(expression) <= MAX_DIGITS:
+            return None
+        floats = {value: sympy.Rational(str(value)) for value in expression.atoms(sympy.Float)}
+        units = {s: sympy.I for s in expression.free_symbols if is_complex and str(s) == "i"}
+        return expression.xreplace(floats | units)
+    except Exception:  # the parser's own are bare ones, and sympy has no \max of a complex i
         return None
-    if not isinstance(expression, (sympy.Basic, sympy.MatrixBase)):
-        return None
-    if not isinstance(expression, sympy.Expr):
-        return expression
-    if not _num_digits(expression) <= MAX_DIGITS:
-        return None
-    floats = {value: sympy.Rational(str(value)) for value in expression.atoms(sympy.Float)}
-    units = {s: sympy.I for s in expression.free_symbols if is_complex and str(s) == "i"}
-    return expression.xreplace(floats | units)
 
 
 def _depth(text: str) -> int:
@@ -200,7 +200,9 @@ def _value(expression: sympy.Expr, point: Point, digits: int = DIGITS) -> sympy.
     try:
         value = expression.subs(point).doit()
         value = value if value.is_Rational else value.evalf(digits, maxn=3 * digits)
-    except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
+        if not all(part.is_Number for part in value.as_real_imag()):
+            return None  # sympy could not evaluate it: i mod 10
+    except Exception:  # sympy raises anything, RecursionError included
         return None
     return value if value.is_number and value.is_finite else None
 

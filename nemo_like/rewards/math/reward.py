@@ -15,7 +15,8 @@ mathematics leaves a choice, it is made as follows.
   pairs. A set may name a member twice. A bare ``1, 2`` passes for the pair (1, 2). (1,234) is a
   pair and 1,234 a number.
 - An inequality in one unknown is its interval; open and closed ends differ. ``x \ne 2`` is two.
-- ``x = 5`` and ``f(x) = 5`` pass for 5, but not ``2x = 5`` or ``x = 5k``.
+- ``x = 5``, ``f(2) = 5``, ``m + n = 5`` and, for a pair, ``(x, y) = (5, 1)`` pass for the value,
+  but not ``2x = 5`` or ``x = 5k``. Of ``\frac13 \approx 0.33`` the exact value counts.
 - A decimal with three significant digits or more passes for a number whose decimals never end, if
   it is rounded right. There is no other tolerance.
 - Expressions are equal if they agree wherever both are real; roots of n are taken for n > 0.
@@ -34,8 +35,11 @@ mathematics leaves a choice, it is made as follows.
 import math
 from typing import Any
 
-from nemo_like.rewards.math.compare import comparable, equal, spelling
+from nemo_like.rewards.math.compare import MAX_CHARACTERS, comparable, equal
+from nemo_like.rewards.math.expression import number_of
 from nemo_like.rewards.math.extract import extract, gold_answer
+from nemo_like.rewards.math.text import join_thousands, squash, tidy
+from nemo_like.rewards.math.units import strip_units
 
 __all__ = ["extract", "has_readable_answer", "reward", "verify"]
 
@@ -57,6 +61,23 @@ def reward(prompt: str, completion: str, answer: object, **fields: Any) -> dict[
     answered = float(given is not None)
     stated = None if given is None else spelling(given)
     return {"reward": right, "accuracy": right, "answered": answered, "answer": stated}
+
+
+def spelling(text: str) -> str:
+    r"""One spelling of an answer, and of a number one form: what votes are counted by.
+
+    >>> spelling(r"$\frac12$"), spelling("0.50"), spelling("x + 1")
+    ('1/2', '1/2', 'x+1')
+    """
+    if len(text) > MAX_CHARACTERS:
+        return squash(text)
+    tidied = join_thousands(tidy(text))
+    value, _, is_percentage = strip_units(tidied)
+    number = None if is_percentage else number_of(value)
+    try:
+        return squash(tidied) if number is None else str(number)
+    except ValueError:  # more digits than Python writes
+        return squash(tidied)
 
 
 def has_readable_answer(answer: object) -> bool:
