@@ -36,8 +36,7 @@ from nemo_like.run.outputs import open_sinks, with_rates
 logger = logging.getLogger(__name__)
 
 _SUMMARY = "summary.json"
-_SUMMARIZED = ("accuracy", "reward", "loss")
-"""Of the metrics of validations."""
+_SUMMARIZED = ("accuracy", "reward", "loss")  # of the metrics of validations
 
 
 class Validator(Protocol):
