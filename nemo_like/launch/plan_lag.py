@@ -16,7 +16,7 @@ from nemo_like.launch.plan_memory import table
 from nemo_like.launch.simulation import Outcome, Workload, log_normal, simulate
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape
-from nemo_like.planning.resources import ResourcePlan, plan_run
+from nemo_like.planning.resources import ResourcePlan, plan_run, sequences_at_once
 from nemo_like.planning.step_time import (
     ROLLOUT_S,
     RowTokens,
@@ -84,7 +84,7 @@ def predicted(
     return Times(
         source="times as predicted above, lengths log-normal",
         token_s=lambda count: token(count)[0],
-        slots=MOST_SEQUENCES,
+        slots=config.generation.engine_kwargs.get("max_num_seqs", MOST_SEQUENCES),
         row_s=row_seconds(config),
         group_s=ROLLOUT_S,
         train_s=sum(phases.values()) * len(plan.policy) / (config.rows_per_step * mean),
@@ -141,11 +141,12 @@ def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) 
             train_s=train_s,
             refit_s=refit,
         )
-    token_s = rollout / longest / -(-per_engine // MOST_SEQUENCES)
+    slots = sequences_at_once(config, plan)
+    token_s = rollout / longest / -(-per_engine // slots)
     return Times(
         source=source,
         token_s=lambda _: token_s,
-        slots=min(per_engine, MOST_SEQUENCES),
+        slots=slots,
         train_s=train_s,
         refit_s=refit,
         lengths=lengths,
