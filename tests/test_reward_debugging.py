@@ -14,7 +14,7 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.cli import main
-from nemo_like.config.environment import EnvironmentConfig
+from nemo_like.config.environment import EnvironmentConfig, RewardPart
 from nemo_like.errors import RunError
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rewards.start import start_pool
@@ -144,7 +144,7 @@ def test_a_metric_that_is_left_out_is_named_once(tmp_path, caplog):
 
 
 def test_what_failed_is_named_where_there_are_several_rewards_or_tasks(tmp_path):
-    several = EnvironmentConfig(rewards={"one": {"function": "math"}})
+    several = EnvironmentConfig(rewards={"one": RewardPart(function="math")})
     tasks = EnvironmentConfig(tasks={"game": EnvironmentConfig(name="guess")})
     game = EnvironmentConfig(name="guess")
     for environment, named in (
