@@ -109,6 +109,12 @@ def test_a_plan_from_an_earlier_run_names_what_its_times_leave_out(tmp_path, cap
     )
 
 
+def test_a_run_that_slurm_may_requeue_is_planned_by_its_folder(tmp_path, capsys):
+    earlier_run(tmp_path, "cluster.slurm.requeue=true", "run.resume=true")
+    main(["plan", "--from", f"{tmp_path}/run"])
+    assert "best of " in capsys.readouterr().out
+
+
 def test_the_file_of_a_run_takes_no_preset(tmp_path, capsys):
     earlier_run(tmp_path)
     with pytest.raises(SystemExit):

@@ -48,9 +48,9 @@ def run(arguments: Sequence[str]) -> None:
     if earlier and not options.config_name and not any(map(is_name, options.words)):
         options.config_name = f"{options.earlier}/config.yaml"
         # That folder is full, and nothing is to be continued in it.
-        for key, value in (("run.dir", "null"), ("run.resume", "false")):
-            if not any(word.startswith(f"{key}=") for word in options.words):
-                options.words.append(f"{key}={value}")
+        for key in ("run.dir=null", "run.resume=false", "cluster.slurm.requeue=false"):
+            if not any(word.startswith(f"{key.partition('=')[0]}=") for word in options.words):
+                options.words.append(key)
     config = parser.load(options, runs=False)
     set_trust(config.policy.trust_remote_code)
     folder = resolve_policy(config, only_config=True)
