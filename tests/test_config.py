@@ -579,6 +579,11 @@ def test_placements_and_weights_that_cannot_work_are_refused(overrides, message)
     assert message in refusal(*overrides)
 
 
+def test_an_evaluation_may_have_more_engines_than_prompts_at_once():
+    words = ("cluster.cpu_workers_per_node=65", "generation.num_engines_per_bundle=1")
+    assert compose_config(CONFIGS, "eval", words).cluster.cpu_workers_per_node == 65
+
+
 @pytest.mark.parametrize(("name", "more"), [("grpo", ["environment.reward=math"]), ("sft", [])])
 def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, more):
     rows = tmp_path / "rows.jsonl"

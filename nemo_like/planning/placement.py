@@ -79,7 +79,7 @@ def _broken_rules(config: RunConfig, sizes: ParallelSizes, plan: ResourcePlan) -
             "with cluster.num_generation_workers."
         )
     replicas = len(plan.generation)
-    if config.loop.num_prompts_per_step < replicas:
+    if config.loop.num_prompts_per_step < replicas and not config.evaluates:
         yield (
             f"{config.section}.num_prompts_per_step={config.loop.num_prompts_per_step} leaves some "
             f"of the {replicas} generation replicas without work; use at least {replicas}."
