@@ -584,6 +584,13 @@ def test_an_evaluation_may_have_more_engines_than_prompts_at_once():
     assert compose_config(CONFIGS, "eval", words).cluster.cpu_workers_per_node == 65
 
 
+def test_lines_can_end_completions_and_nothing_cannot():
+    words = as_typed({"generation.stop": ["\n\n", " "]})
+    assert compose_config(CONFIGS, "grpo", words).generation.stop == ["\n\n", " "]
+    assert "empty text has no meaning here" in refusal('generation.stop=["a",""]')
+    assert "empty text has no meaning here" in refusal("run.dir=' '")
+
+
 @pytest.mark.parametrize(("name", "more"), [("grpo", ["environment.reward=math"]), ("sft", [])])
 def test_validation_may_be_off_where_there_are_no_rows_for_it(tmp_path, name, more):
     rows = tmp_path / "rows.jsonl"
