@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
@@ -454,6 +456,12 @@ def test_values_of_python_calls_may_be_in_any_script():
     assert composed.raw.run.dir == "runs/grüße"
     assert composed.raw.generation.stop == ["答案", "a答"]
     assert composed.raw.policy.model == "/home/józef/m"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    found = {"lr": np.float64(1e-5), "steps": np.int64(3), "on": np.bool_(True), "ks": [np.int8(1)]}
+    assert as_typed(found) == ["lr=1e-05", "steps=3", "on=true", "ks=[1]"]
+    assert as_typed({"x": torch.tensor(0.5)}) == ["x=0.5"]
 
 
 def test_documentation_of_every_key_is_current():

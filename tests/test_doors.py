@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+import nemo_like as nl
+from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.session import launch
 from nemo_like.compose import registry
 from nemo_like.compose.load import compose_config
@@ -130,6 +132,14 @@ def test_the_example_of_an_algorithm_trains_on_the_best_completions(local_ray, t
         assert found[step]["train/num_tokens"] <= 4 * config.generation.max_new_tokens
         assert found[step]["mismatch/mean_abs"] < 1e-3
     assert (tmp_path / "run/final/config.json").exists()
+
+
+def test_a_configuration_of_no_known_algorithm_is_one_sentence():
+    class Mine(GRPOConfig):
+        pass
+
+    with pytest.raises(UserError, match="Mine is the configuration of no algorithm that is known"):
+        nl.train(Mine())
 
 
 def typed(*arguments, **env):
