@@ -437,6 +437,12 @@ def test_yaml_values_that_change_their_meaning_are_refused(tmp_path, text, trap)
     assert compose_config(tmp_path, "mine").run.dir == "007"
 
 
+def test_a_key_with_dots_in_a_yaml_file_is_answered_with_yaml(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo, _self_]\npolicy.optimizer.lr: 1e-4\n")
+    with pytest.raises(UserError, match=r", as in policy: \{optimizer: \{lr: \.\.\.\}\}\.$"):
+        compose_raw(CONFIGS, "mine", [], tmp_path).load()
+
+
 def test_a_dict_override_merges():
     config = compose_config(CONFIGS, "grpo", ["policy.optimizer={lr: 0.1}"])
     assert config.policy.optimizer.lr == 0.1

@@ -1,6 +1,7 @@
 """Options and words of the commands that start from a configuration, given as a run's would be."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -8,6 +9,17 @@ from nemo_like.compose.files import SHIPPED, find_file, is_name, located
 from nemo_like.compose.load import compose_raw
 from nemo_like.compose.overrides import refuse_twice
 from nemo_like.errors import UserError
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
+        return int(text)
+
+    return read
 
 
 class CommandParser(argparse.ArgumentParser):
