@@ -55,6 +55,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
         ("data.tasksx.chain_sum={}", "data.tasksx.chain_sum is not a key"),
         ("generation.engine_kwargsx=3", "did you mean generation.engine_kwargs?"),
         ("hydraa.foo=1", "hydraa.foo is not a key"),
+        ("hydra.job.chdir=true", "hydra.job.chdir is not a key of the configuration"),
+        ("hydra/launcher=joblib", "hydra/launcher is not a key of the configuration"),
     ],
 )
 def test_what_hydra_would_take_for_something_else_is_refused(typed, sentence):
@@ -79,7 +81,6 @@ def test_what_is_written_as_it_is_read_is_accepted():
         "run.dir=1.5",
         "++run.seed=1",
         "policy.activation_checkpointing=none",
-        "hydra.job.chdir=false",
     ]
     typed += ["generation.engine_kwargs.flag=1", "~data.tasks.gcd", "policy.compile=TRUE"]
     check_overrides(typed, GRPOConfig)

@@ -851,6 +851,15 @@ def test_a_config_of_the_users_own_is_planned(tmp_path, capsys):
         main(["plan", "mine", f"--config-dir={tmp_path}", "policy.scheduler.warmup_steps=3"])
 
 
+def test_a_file_that_is_not_in_the_folder_given_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo, _self_]\n")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(SystemExit):
+        main(["plan", "--config-dir", f"{tmp_path}/other", f"{tmp_path}/mine.yaml"])
+    told = f"{tmp_path}/mine.yaml is not in --config-dir={tmp_path}/other; leave one out."
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -63,6 +63,8 @@ class ConfigParser(CommandParser):
         folders = [folder, *([options.config_dir] if options.config_dir else [])]
         extra_dir = options.config_dir
         if name.endswith(".yaml") and Path(name).is_file() and find_file(folders, name) is None:
-            found, name = located(name, folders)
+            file, (found, name) = name, located(name, folders)
+            if found and extra_dir:
+                raise UserError(f"{file} is not in --config-dir={extra_dir}; leave one out.")
             extra_dir = found or extra_dir
         return folder, name, overrides, extra_dir
