@@ -654,6 +654,15 @@ def test_offloading_all_has_no_predicted_time(capsys):
     assert "--simulate does not predict times with policy.offload=all" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["hf", "replay"])
+def test_times_of_other_engines_than_ours_and_vllm_are_not_predicted(backend, capsys):
+    words = ["cluster.gpus_per_node=1", f"generation.backend={backend}", "mismatch.action=ignore"]
+    if backend == "replay":
+        words += ["generation.engine_kwargs.folder=/runs/a", "generation.sleep=true"]
+    text = "\n".join(lines(capsys, *words))
+    assert f"Time        of a step is not predicted with generation.backend={backend}" in text
+
+
 def test_completions_that_an_engine_cannot_hold_at_once_come_in_waves():
     def rollout(prompts):
         sizes = (f"grpo.num_prompts_per_step={prompts}", "grpo.num_generations_per_prompt=2")

@@ -249,7 +249,9 @@ def _batch(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
 
 
 def _unpredicted(config: SamplingRunConfig) -> str:
-    """What moves so much to the host and back that times by arithmetic are far off; or ""."""
+    """What times by arithmetic do not cover, or are far off with; or ""."""
+    if config.generation.backend not in ("vllm", "graph"):
+        return f"generation.backend={config.generation.backend}"
     if config.policy.offload == "all":
         return "policy.offload=all"
     return "policy.activation_offload=true" if config.policy.activation_offload else ""
