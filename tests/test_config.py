@@ -139,6 +139,7 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("data.tasks=[chain_sum]", "data.tasks must be a dictionary"),
         ("loss.importance_cap=0", "loss.importance_cap=0 must be above 0"),
         ("mismatch.max_mean_abs=0", "mismatch.max_mean_abs=0 must be above 0"),
+        ("environment.tasks={a: {max_turns: 0}}", "tasks.a.max_turns=0 must be at least 1"),
     ],
 )
 def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
