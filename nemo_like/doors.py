@@ -76,7 +76,7 @@ class Door:
             raise UserError(f"{key}={spec}: there is no file {file}{where}.")
         try:
             ast.parse(path.read_text(encoding="utf-8"), filename=file)
-        except (SyntaxError, UnicodeDecodeError) as error:
+        except (SyntaxError, ValueError) as error:
             raise UserError(f"{key}={spec}: {file} is not valid Python: {error}.") from error
         if not name.isidentifier():
             raise UserError(f"{key}={spec}: '{name}' is not a {self.kind} name.")

@@ -108,6 +108,7 @@ def test_early_stopping_waits_for_its_patience_also_over_a_resume(tmp_path):
     ("part", "kind", "message"),
     [
         ("{callback: early_stoping}", UserError, r"did you mean early_stopping\?"),
+        ("{callback: 'OURS.py:Mine'}", UserError, r"callback=\S+: there is no file \S+\.py\.py"),
         ("{patience: 2}", UserError, r"run\.callbacks\.mine\.callback must name a class"),
         ("{callback: early_stopping, patienc: 2}", UserError, "does not take .*'patienc'"),
         ("{callback: early_stopping, patience: 0}", UserError, "patience must be at least 1"),

@@ -226,6 +226,9 @@ def test_hydras_own_modes_work(tmp_path):
     code, output = run(tmp_path, "--cfg", "job", "policy.optimizer.lr=0.5")
     assert code == 0
     assert "lr: 0.5" in output
+    code, output = run(tmp_path, "--cfg", "hydra", "hydra.verbose=true")
+    assert code == 0
+    assert "verbose: true" in output
     code, output = run(tmp_path, "--help")
     assert code == 0
     assert "num_prompts_per_step" in output

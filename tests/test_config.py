@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from nemo_like.algorithms.grpo.config import GRPOConfig
@@ -137,6 +139,7 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path):
         ("data.tasks=[chain_sum]", "data.tasks must be a dictionary"),
         ("loss.importance_cap=0", "loss.importance_cap=0 must be above 0"),
         ("mismatch.max_mean_abs=0", "mismatch.max_mean_abs=0 must be above 0"),
+        ("environment.tasks={a: {max_turns: 0}}", "tasks.a.max_turns=0 must be at least 1"),
     ],
 )
 def test_a_bad_value_is_refused_with_key_value_and_rule(override, message):
@@ -435,6 +438,12 @@ def test_yaml_values_that_change_their_meaning_are_refused(tmp_path, text, trap)
     assert compose_config(tmp_path, "mine").run.dir == "007"
 
 
+def test_a_key_with_dots_in_a_yaml_file_is_answered_with_yaml(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo, _self_]\npolicy.optimizer.lr: 1e-4\n")
+    with pytest.raises(UserError, match=r", as in policy: \{optimizer: \{lr: \.\.\.\}\}\.$"):
+        compose_raw(CONFIGS, "mine", [], tmp_path).load()
+
+
 def test_a_dict_override_merges():
     config = compose_config(CONFIGS, "grpo", ["policy.optimizer={lr: 0.1}"])
     assert config.policy.optimizer.lr == 0.1
@@ -454,6 +463,12 @@ def test_values_of_python_calls_may_be_in_any_script():
     assert composed.raw.run.dir == "runs/grüße"
     assert composed.raw.generation.stop == ["答案", "a答"]
     assert composed.raw.policy.model == "/home/józef/m"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    found = {"lr": np.float64(1e-5), "steps": np.int64(3), "on": np.bool_(True), "ks": [np.int8(1)]}
+    assert as_typed(found) == ["lr=1e-05", "steps=3", "on=true", "ks=[1]"]
+    assert as_typed({"x": torch.tensor(0.5)}) == ["x=0.5"]
 
 
 def test_documentation_of_every_key_is_current():
@@ -577,6 +592,18 @@ def test_two_nodes_are_two_however_large_one_is():
 )
 def test_placements_and_weights_that_cannot_work_are_refused(overrides, message):
     assert message in refusal(*overrides)
+
+
+def test_an_evaluation_may_have_more_engines_than_prompts_at_once():
+    words = ("cluster.cpu_workers_per_node=65", "generation.num_engines_per_bundle=1")
+    assert compose_config(CONFIGS, "eval", words).cluster.cpu_workers_per_node == 65
+
+
+def test_lines_can_end_completions_and_nothing_cannot():
+    words = as_typed({"generation.stop": ["\n\n", " "]})
+    assert compose_config(CONFIGS, "grpo", words).generation.stop == ["\n\n", " "]
+    assert "empty text has no meaning here" in refusal('generation.stop=["a",""]')
+    assert "empty text has no meaning here" in refusal("run.dir=' '")
 
 
 @pytest.mark.parametrize(("name", "more"), [("grpo", ["environment.reward=math"]), ("sft", [])])

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+import nemo_like as nl
+from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.session import launch
 from nemo_like.compose import registry
 from nemo_like.compose.load import compose_config
@@ -132,6 +134,14 @@ def test_the_example_of_an_algorithm_trains_on_the_best_completions(local_ray, t
     assert (tmp_path / "run/final/config.json").exists()
 
 
+def test_a_configuration_of_no_known_algorithm_is_one_sentence():
+    class Mine(GRPOConfig):
+        pass
+
+    with pytest.raises(UserError, match="Mine is the configuration of no algorithm that is known"):
+        nl.train(Mine())
+
+
 def typed(*arguments, **env):
     command = [sys.executable, "-c", "from nemo_like.cli import main; main()", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
@@ -170,6 +180,7 @@ def test_an_installed_package_adds_a_command_and_an_engine(outside, tmp_path):
     ("overrides", "message"),
     [
         ([], "refit.transport=ipc, which fits the bundles, does not reach an engine"),
+        (["cluster.gpus_per_node=2"], "; set GPUs apart .* with cluster.num_generation_workers"),
         (["refit.transport=broadcast", "generation.tensor_parallel_size=2"], "does not have it"),
         (["refit.transport=broadcast", "generation.engine_kwargs={a: 1}"], "does not have it"),
         (
@@ -181,6 +192,32 @@ def test_an_installed_package_adds_a_command_and_an_engine(outside, tmp_path):
 def test_what_an_engine_cannot_do_is_refused_by_what_it_says(outside, overrides, message):
     with pytest.raises(UserError, match=message):
         compose_config(ROOT / "configs", "grpo", [f"generation.backend={outside}:KIND", *overrides])
+
+
+def test_what_a_refused_transport_says_to_set_is_accepted(outside):
+    (outside.parent / "mapped.py").write_text(
+        "from dataclasses import replace\nfrom outside import KIND\n"
+        "KIND = replace(KIND, transports=('ipc',))\n"
+    )
+    kinds = {"broadcast": outside, "ipc": outside.parent / "mapped.py"}
+    for takes, given, told, remedy in (
+        ("broadcast", [], "set it to broadcast", "refit.transport=broadcast"),
+        ("ipc", ["refit.transport=broadcast"], "set it to ipc", "refit.transport=ipc"),
+        (
+            *("broadcast", ["cluster.gpus_per_node=2"], "cluster.num_generation_workers"),
+            "cluster.num_generation_workers=1",
+        ),
+        (
+            *("ipc", ["cluster.cpu_workers_per_node=2", "cluster.num_generation_workers=1"]),
+            *("set cluster.num_generation_workers=null", "cluster.num_generation_workers=null"),
+        ),
+    ):
+        words = [f"generation.backend={kinds[takes]}:KIND", *given]
+        with pytest.raises(UserError, match=f"{told}\\.$"):
+            compose_config(ROOT / "configs", "grpo", words)
+        key = remedy.partition("=")[0]
+        words = [one for one in words if not one.startswith(key)]
+        compose_config(ROOT / "configs", "grpo", [*words, remedy])
 
 
 def test_what_cannot_be_loaded_is_refused_in_one_sentence(outside):

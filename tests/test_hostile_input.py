@@ -12,6 +12,7 @@ from nemo_like.algorithms.distillation.config import DistillationConfig
 from nemo_like.algorithms.grpo.config import GRPOConfig
 from nemo_like.algorithms.ppo.config import PPOConfig
 from nemo_like.algorithms.sft.config import SFTConfig
+from nemo_like.cli import main
 from nemo_like.compose import registry
 from nemo_like.compose.files import check_config_files, schema_of
 from nemo_like.compose.load import check_algorithm, compose_config
@@ -55,6 +56,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
         ("data.tasksx.chain_sum={}", "data.tasksx.chain_sum is not a key"),
         ("generation.engine_kwargsx=3", "did you mean generation.engine_kwargs?"),
         ("hydraa.foo=1", "hydraa.foo is not a key"),
+        ("hydra.job.chdir=true", "hydra.job.chdir is not a key of the configuration"),
+        ("hydra/launcher=joblib", "hydra/launcher is not a key of the configuration"),
     ],
 )
 def test_what_hydra_would_take_for_something_else_is_refused(typed, sentence):
@@ -79,7 +82,6 @@ def test_what_is_written_as_it_is_read_is_accepted():
         "run.dir=1.5",
         "++run.seed=1",
         "policy.activation_checkpointing=none",
-        "hydra.job.chdir=false",
     ]
     typed += ["generation.engine_kwargs.flag=1", "~data.tasks.gcd", "policy.compile=TRUE"]
     check_overrides(typed, GRPOConfig)
@@ -172,6 +174,15 @@ def test_jobs_of_a_sweep_write_folders_of_their_own():
         check_run_dirs([config, config])
     with pytest.raises(UserError, match=r"cannot expand glob"):
         jobs(CONFIGS, "grpo", ["model=glob(*)"], None)
+
+
+def test_an_empty_section_of_a_sweep_is_refused_like_that_of_a_run(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo, _self_]\nrun:\n")
+    for more in ([], ["--multirun", "grpo.max_steps=1,2"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["grpo", str(tmp_path / "mine.yaml"), *more])
+        assert ended.value.code == 2
+        assert "run=null: this key needs a value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--seed", "--run.seed=1", "--config-name", "--cfg=foo"])

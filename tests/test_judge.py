@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from nemo_like.compose.load import check
-from nemo_like.config.environment import EnvironmentConfig, JudgeConfig
+from nemo_like.config.environment import EnvironmentConfig, JudgeConfig, RewardPart
 from nemo_like.errors import UserError
 from nemo_like.rewards.start import start_pool, with_absolute_paths
 from tests.small_runs import small_config
@@ -217,8 +217,8 @@ def test_a_judge_scores_among_others_by_weight(server, tmp_path):
     _, url = server
     (tmp_path / "own.py").write_text("def brief(prompt, completion): return -len(completion)")
     parts = {
-        "style": {"function": "judge", "weight": 2},
-        "brief": {"function": f"{tmp_path}/own.py:brief", "weight": 0.1},
+        "style": RewardPart(function="judge", weight=2),
+        "brief": RewardPart(function=f"{tmp_path}/own.py:brief", weight=0.1),
     }
     config = environment(url).replace(rewards=parts)
     [found, failed] = judged(config, "Score: 5", "nothing")

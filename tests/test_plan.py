@@ -17,12 +17,14 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # scripts, which
 
 import predicted
 
+from nemo_like.algorithms.engine_size import engine_config
 from nemo_like.cli import main
 from nemo_like.compose.files import SHIPPED as CONFIGS
 from nemo_like.compose.load import compose_config, compose_raw
 from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import DDPConfig, ParallelConfig, PolicyConfig
 from nemo_like.errors import UserError
+from nemo_like.launch import plan_memory
 from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.activations import layer_activations, layers_in_flight
 from nemo_like.planning.layout import layer_range, parallel_sizes
@@ -34,8 +36,9 @@ from nemo_like.planning.model_shape import (
     read_model_shape,
     read_settings,
 )
+from nemo_like.planning.offload import Neighbours
 from nemo_like.planning.placement import check_model_fits
-from nemo_like.planning.resources import plan_run
+from nemo_like.planning.resources import plan_run, sequences_at_once
 from nemo_like.planning.step_time import (
     COLLECTIVES_S,
     FLOAT32_FLOPS,
@@ -651,6 +654,15 @@ def test_offloading_all_has_no_predicted_time(capsys):
     assert "--simulate does not predict times with policy.offload=all" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["hf", "replay"])
+def test_times_of_other_engines_than_ours_and_vllm_are_not_predicted(backend, capsys):
+    words = ["cluster.gpus_per_node=1", f"generation.backend={backend}", "mismatch.action=ignore"]
+    if backend == "replay":
+        words += ["generation.engine_kwargs.folder=/runs/a", "generation.sleep=true"]
+    text = "\n".join(lines(capsys, *words))
+    assert f"Time        of a step is not predicted with generation.backend={backend}" in text
+
+
 def test_completions_that_an_engine_cannot_hold_at_once_come_in_waves():
     def rollout(prompts):
         sizes = (f"grpo.num_prompts_per_step={prompts}", "grpo.num_generations_per_prompt=2")
@@ -658,6 +670,38 @@ def test_completions_that_an_engine_cannot_hold_at_once_come_in_waves():
         return predict_step(config, TINY, plan_run(config))[0].seconds - ROLLOUT_S
 
     assert rollout(1024) == pytest.approx(2 * rollout(512))  # of 1,024 completions each
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], 64),
+        (["rollout.max_lag=7"], 512),
+        (["rollout.max_lag=7", "generation.engine_kwargs.max_num_seqs=4"], 4),
+    ],
+)
+def test_a_plan_sizes_engines_as_the_run_does(tmp_path, capsys, words, expected):
+    numbers = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}
+    numbers |= {"num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    sizes = ["cluster.gpus_per_node=8", "grpo.num_prompts_per_step=64", "policy.dtype=bfloat16"]
+    more = ["generation.max_new_tokens=2048", "generation.sleep=false", "policy.batching=packed"]
+    words = [*sizes, *more, f"policy.model={tmp_path}", *words]
+    config = compose_raw(CONFIGS, "grpo", words).load(files_are_here=False)
+    plan = plan_run(config)
+    engine = engine_config(config, str(tmp_path), 2048, plan)
+    assert engine.max_num_seqs == sequences_at_once(config, plan) == expected
+    room = plan_memory._engines(config, plan, read_model_shape(tmp_path))
+    of_run = Neighbours().and_engines(1, engine.weight_bytes, engine.kv_cache_bytes, sleeps=False)
+    assert room == of_run
+
+
+def test_an_engine_that_takes_few_completions_at_once_takes_longer():
+    def rollout(*words):
+        config = compose_config(CONFIGS, "grpo", ["cluster.gpus_per_node=1", *words])
+        return predict_step(config, TINY, plan_run(config))[0].seconds
+
+    assert rollout("generation.engine_kwargs.max_num_seqs=4") > 10 * rollout()  # 32 waves of 4
 
 
 # The command.
@@ -814,6 +858,15 @@ def test_a_config_of_the_users_own_is_planned(tmp_path, capsys):
     assert lines(capsys, "mine", f"--config-dir={tmp_path}", "policy.scheduler.warmup_steps=2")
     with pytest.raises(SystemExit):
         main(["plan", "mine", f"--config-dir={tmp_path}", "policy.scheduler.warmup_steps=3"])
+
+
+def test_a_file_that_is_not_in_the_folder_given_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo, _self_]\n")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(SystemExit):
+        main(["plan", "--config-dir", f"{tmp_path}/other", f"{tmp_path}/mine.yaml"])
+    told = f"{tmp_path}/mine.yaml is not in --config-dir={tmp_path}/other; leave one out."
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,36 @@ def test_a_plan_from_an_earlier_run_names_what_its_times_leave_out(tmp_path, cap
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "lags"),
+    [
+        ([], {"0", "1", "2", "4"}),
+        (["loss.importance=none"], {"0"}),
+        (["mismatch.action=mask"], {"0"}),
+        (["rollout.overlap=true", "loss.importance=none"], {"0"}),
+    ],
+)
+def test_settings_that_a_run_refuses_are_not_recommended(words, lags, tmp_path, capsys):
+    earlier_run(tmp_path)
+    main(["plan", "--from", f"{tmp_path}/run", *words])
+    lines = capsys.readouterr().out.split("Simulated   ")[1].splitlines()
+    assert {line.split()[3] for line in lines[2:] if line.split()[0] == "8"} == lags
+    (best,) = [line for line in lines if line.startswith("best of 8 workers: ")]
+    assert ("rollout.max_lag" in best) == (len(lags) > 1)
+
+
+def test_no_split_is_recommended_where_weights_would_not_reach_it(tmp_path, capsys):
+    earlier_run(tmp_path)
+    main(["plan", "--from", f"{tmp_path}/run", "refit.transport=ipc"])
+    assert "best of 8 workers: all sample, then all train" in capsys.readouterr().out
+
+
+def test_a_run_that_slurm_may_requeue_is_planned_by_its_folder(tmp_path, capsys):
+    earlier_run(tmp_path, "cluster.slurm.requeue=true", "run.resume=true")
+    main(["plan", "--from", f"{tmp_path}/run"])
+    assert "best of " in capsys.readouterr().out
+
+
 def test_the_file_of_a_run_takes_no_preset(tmp_path, capsys):
     earlier_run(tmp_path)
     with pytest.raises(SystemExit):

@@ -129,6 +129,17 @@ def test_the_command_of_a_job_says_what_was_said(ray_config):
     )
 
 
+def test_the_command_of_a_job_finds_a_file_of_ones_own(ray_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "confs").mkdir()
+    (tmp_path / "confs/mine.yaml").write_text("defaults: [grpo, _self_]\ngrpo: {max_steps: 3}\n")
+    spec = ray_config("rayjob", *KUBERNETES, "confs/mine.yaml", RUN_DIR)["spec"]
+    command = shlex.split(spec["entrypoint"])
+    assert command[-4:] == ["--config-name", "mine", "--config-dir", "confs"]
+    found = compose_raw(CONFIGS, "mine", command[2:-4], tmp_path / command[-1])
+    assert found.raw.grpo.max_steps == 3
+
+
 def test_ray_up_accepts_the_cluster_of_given_machines(ray_config):
     config = ray_config("autoscaler", *MACHINES, *TWO_NODES, "--env", "NAME=two words")
     validate_config(config | {"cluster_synced_files": []})

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 
 from nemo_like.batch import keys
 from nemo_like.cli import main
-from nemo_like.config.environment import EnvironmentConfig
+from nemo_like.config.environment import EnvironmentConfig, RewardPart
 from nemo_like.errors import RunError
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rewards.start import start_pool
@@ -144,7 +145,7 @@ def test_a_metric_that_is_left_out_is_named_once(tmp_path, caplog):
 
 
 def test_what_failed_is_named_where_there_are_several_rewards_or_tasks(tmp_path):
-    several = EnvironmentConfig(rewards={"one": {"function": "math"}})
+    several = EnvironmentConfig(rewards={"one": RewardPart(function="math")})
     tasks = EnvironmentConfig(tasks={"game": EnvironmentConfig(name="guess")})
     game = EnvironmentConfig(name="guess")
     for environment, named in (
@@ -189,6 +190,24 @@ def test_a_reward_is_tried_on_rows_without_a_run(reward_file, tmp_path, capfd):
     assert "9 scored: mean 1, from 1 to 1." in out
     main([*typed, "--rows=1", "--completion=6"])
     assert "1 scored: mean 0, from 0 to 0." in capfd.readouterr().out
+
+
+def test_a_trial_takes_files_of_any_name_and_at_least_one_row(reward_file, tmp_path, capfd):
+    folder = tmp_path / "a, b=c {1}"
+    folder.mkdir()
+    rows, file = folder / "rows, 1=2.jsonl", shutil.copy(reward_file, folder / "mine, a=b.py")
+    rows.write_text('{"question": "?", "answer": "7"}\n')
+    words = ["try-reward", f"{file}:picky", str(rows), "data.columns.prompt=question"]
+    main(words)
+    assert "1 scored: mean 1, from 1 to 1." in capfd.readouterr().out
+    for command in ([*words, "--rows=0"], ["data", "--rows=-1"]):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == 2
+        assert "must be a whole number of at least" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["try-reward", "environment.reward=math", str(rows)])
+    assert "needs a reward function and a file of rows" in capfd.readouterr().err
 
 
 def test_an_interrupted_trial_of_a_reward_does_not_speak_of_a_run(reward_file, tmp_path, capfd):

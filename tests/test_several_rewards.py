@@ -167,8 +167,8 @@ def test_a_baseline_counts_a_trajectory_once_and_all_of_its_rows_have_its_advant
     ("value", "message"),
     [
         ("{a b: {function: math}}", "'a b' must be a name of letters, digits and _"),
-        ("{a: {functon: math}}", "rewards.a has functon, and takes function and weight"),
-        ("{a: {weight: 1}}", "rewards.a.function must name a reward"),
+        ("{a: {functon: math}}", "rewards.a.functon is not a key of the configuration"),
+        ("{a: {function: 'none.py:f'}}", "rewards.a.function=none.py:f: there is no file none.py"),
         ("{a: {function: mth}}", "rewards.a.function=mth is not known .did you mean math"),
         ("{a: {function: reward_model}}", "goes alone only"),
         ("{a: {function: math, weight: x}}", "rewards.a.weight=x must be a number"),

@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from nemo_like.cli import main
+from nemo_like.errors import RunError
+from nemo_like.launch import slurm_jobs
 from tests.slurm_cluster import SlurmCluster, missing_programs, needs, wait_until
 
 SCRIPT = str(Path(__file__).parent.parent / "examples" / "run_grpo.py")
@@ -80,6 +82,16 @@ def test_a_job_that_cannot_start_says_why(slurm, cluster):
     _, out, _ = slurm("status", number)
     assert f"job     {number} FAILED (NonZeroExitCode, exit code " in out
     assert f"\nlog     {cluster.cwd}/slurm-logs/{number}.out\nray     " in out
+
+
+def test_a_job_of_salloc_has_no_log(monkeypatch, tmp_path):
+    line = "JobId=7 JobName=interactive JobState=RUNNING Reason=None NodeList=a RunTime=00:01:00 "
+    line += "TimeLimit=01:00:00 ExitCode=0:0 Command=(null) WorkDir=/home/me"
+    monkeypatch.setattr(slurm_jobs, "_ask", lambda *_, **__: f"{line}\n")
+    told = [*slurm_jobs.status_lines("7", tmp_path)]
+    assert told == ["job     7 RUNNING on a after 00:01:00 of 01:00:00"]
+    with pytest.raises(RunError, match=r"job 7 RUNNING on a after \S+ of \S+ has no log\.$"):
+        slurm_jobs.print_log("7", tmp_path, follow=True)
 
 
 def test_slurms_own_words_are_handed_on(slurm):

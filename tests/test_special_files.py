@@ -3,20 +3,26 @@
 None is listed or needed where it stands, so that reading on would succeed.
 """
 
+import errno
+import json
 import os
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 
 from nemo_like.compose.load import compose_config
 from nemo_like.config.data import PromptsConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.run import CheckpointConfig
 from nemo_like.data.datasets import load_rows
 from nemo_like.errors import UserError
+from nemo_like.planning.placement import check_model_fits
 from nemo_like.run.checkpoint import Checkpoints, DriverState
 from tests.small_runs import ROOT
 
+LONG = "x" * 300
 KINDS = ["a pipe", "a socket", "a device"]
 
 
@@ -88,3 +94,57 @@ def test_a_run_folder_and_a_reward_have_regular_files_only(tmp_path, monkeypatch
     )
     with pytest.raises(UserError, match=told):
         check("data.train=rows.jsonl", "environment.reward=mine.py:f")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *(f"{key}={LONG}" for key in ("policy.model", "data.train", "run.dir")),
+        f"environment.reward={LONG}.py:f",
+    ],
+)
+def test_a_path_that_no_file_can_have_is_one_sentence(typed):
+    told = r"^x+(\.py|/driver\.json)? cannot be read: File name too long; correct the path, or its"
+    with pytest.raises(UserError, match=told):
+        check("environment.reward=math", typed) if "reward" not in typed else check(typed)
+
+
+@pytest.mark.parametrize("key", ["policy.model", "data.train", "run.dir", "environment.reward"])
+def test_a_folder_without_permission_is_one_sentence(tmp_path, monkeypatch, key):
+    path, real = tmp_path / "closed" / "reward.py", Path.stat
+
+    def stat(self, **options):
+        if self.is_relative_to(path.parent):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)  # root may read everything
+    name = ":f" * (key == "environment.reward")
+    with pytest.raises(UserError, match=rf"^{path.parent}.* cannot be read: Permission denied; "):
+        check(f"{key}={path}{name}")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("~nobody_here/x", "A path begins with ~ and a name that no user of this machine has; "),
+        ("d1/**.jsonl", r"data\.train=d1/\*\*\.jsonl is not a pattern, since \*\* must stand "),
+    ],
+)
+def test_paths_that_python_does_not_take_are_refused(source, told):
+    with pytest.raises(UserError, match=f"^{told}"):
+        check(f'data.train="{source}"', "environment.reward=math")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"splits": []}', '{"splits": 3}', "[]"])
+def test_a_broken_list_of_splits_is_one_sentence(tmp_path, text):
+    (tmp_path / "dataset_dict.json").write_text(text)
+    with pytest.raises(UserError, match=r"dataset_dict\.json (does not list|is not a JSON|cannot)"):
+        check(f"data.train={tmp_path}", "environment.reward=math")
+
+
+def test_a_model_without_heads_is_one_sentence(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 0, "vocab_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(UserError, match=r"num_attention_heads=0 must be at least 1; repair it\."):
+        check_model_fits(PolicyConfig(), 1, tmp_path)

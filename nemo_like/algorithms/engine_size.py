@@ -1,6 +1,5 @@
 """Memory of shared GPUs: an engine's, by its step's completions, and each model's neighbours'."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,13 +7,9 @@ from typing import TYPE_CHECKING
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.generation.protocol import EngineConfig
-from nemo_like.planning.model_shape import (
-    MOST_SEQUENCES,
-    engine_bytes,
-    read_model_shape,
-)
+from nemo_like.planning.model_shape import engine_bytes, read_model_shape
 from nemo_like.planning.offload import Neighbours
-from nemo_like.planning.resources import ResourcePlan, engines_sleep
+from nemo_like.planning.resources import ResourcePlan, engines_sleep, sequences_at_once
 from nemo_like.refit.buckets import travels_apart
 
 if TYPE_CHECKING:
@@ -34,9 +29,6 @@ def engine_config(
 ) -> EngineConfig:
     """One replica's engine, as large as the completions need that are sampled together."""
     generation = config.generation
-    groups = config.loop.num_prompts_per_step * (1 + config.max_lag)
-    prompts = math.ceil(groups / len(plan.generation))
-    most = min(MOST_SEQUENCES, prompts * config.loop.num_generations_per_prompt)
     sleep = engines_sleep(generation, plan)
     several = generation.num_engines_per_bundle > 1
     share = _GPU_SHARE_SEVERAL if several else _GPU_SHARE_SEPARATE
@@ -47,7 +39,7 @@ def engine_config(
         dtype=config.policy.dtype,
         seed=config.run.seed,
         max_model_len=max_model_len,
-        max_num_seqs=generation.engine_kwargs.get("max_num_seqs", most),
+        max_num_seqs=sequences_at_once(config, plan),
         tensor_parallel_size=generation.tensor_parallel_size,
         device="cuda" if plan.uses_gpus else "cpu",
         gpu_memory_share=share / generation.num_engines_per_bundle,

@@ -60,10 +60,22 @@ def explained(schema: type[RunConfig]) -> Iterator[None]:
 
 def check(config: RunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:
     """Raise UserError for the first rule that ``config`` breaks; see ``Composed.load``."""
-    check_sections(config, config.unused)
-    check_placement(config)
-    if files_are_here:
-        check_files(config, runs=runs)
+    try:
+        check_sections(config, config.unused)
+        check_placement(config)
+        if files_are_here:
+            check_files(config, runs=runs)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} cannot be read: {error.strerror}; correct the path, or its "
+            "permissions."
+        ) from error
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of Path.expanduser
+            raise
+        raise UserError(
+            "A path begins with ~ and a name that no user of this machine has; write it in full."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,10 @@ def _composed(algorithm: Algorithm, config_dir: Path, parsed: argparse.Namespace
     directory, *extra = _folders(parsed, config_dir)
     extra_dir = extra[0] if extra else None
     name = algorithm.name if parsed.config_name is None else parsed.config_name
-    found, typed = [], [parsed.overrides]
     refuse_twice(parsed.overrides)
+    if parsed.cfg in ("hydra", "all"):  # which show its own keys
+        parsed.overrides = [one for one in parsed.overrides if not one.startswith("hydra.")]
+    found, typed = [], [parsed.overrides]
     if parsed.multirun:
         from nemo_like.compose.sweep import jobs
 

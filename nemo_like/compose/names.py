@@ -146,7 +146,8 @@ def hint_for(key: str, schema: type[Section]) -> str | None:
     fields = dict(keys_of(schema))
     keys = [one for one in fields if "." in key or section_of(fields[one]) is None]
     if key in fields:  # as one word of a YAML file
-        return f"write its parts below each other, as in {key.replace('.', ': {')}: ...}}"
+        ends = "}" * key.count(".")
+        return f"write its parts below each other, as in {key.replace('.', ': {')}: ...{ends}."
     if (lower := key.strip().lower()) in fields:
         return f"did you mean {lower}? Keys are in lower case."
     if found := [one for one in keys if _letters(one) == _letters(lower)]:

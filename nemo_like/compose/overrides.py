@@ -4,7 +4,6 @@ Hydra accepts more than has a meaning for a schema, such as removing a section, 
 defaults again.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
@@ -47,8 +46,7 @@ def check_overrides(overrides: Sequence[str], schema: type[RunConfig]) -> None:
             from nemo_like.compose.refusals import unreadable
 
             raise unreadable(typed, schema) from problem
-        if not re.match(r"hydra([./]|$)", override.key_or_group):
-            _check_key(typed, override, kinds, schema)
+        _check_key(typed, override, kinds, schema)
 
 
 def accept_free_keys(overrides: Sequence[str], schema: type[RunConfig]) -> list[str]:

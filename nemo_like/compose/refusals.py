@@ -2,16 +2,16 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from nemo_like.compose.names import hint_for, unknown_key
 from nemo_like.config.run import RunConfig
-from nemo_like.config.section import Instead, Section, choices, interval, keys_of
+from nemo_like.config.section import Instead, Section, choices, keys_of, range_of
 from nemo_like.errors import UserError
 
 _KEY = re.compile(r"~?\+{0,2}[A-Za-z0-9_]+([./@-][A-Za-z0-9_]+)*")
@@ -52,13 +52,7 @@ def _full_key(lines: Sequence[str]) -> str | None:
     return None
 
 
-_RANGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "greater_than": lambda c: f"must be above {c['gt']:g}",
-    "greater_than_equal": lambda c: f"must be at least {c['ge']:g}",
-    "less_than": lambda c: f"must be below {c['lt']:g}",
-    "less_than_equal": lambda c: f"must be at most {c['le']:g}",
-    "finite_number": lambda _: "must be a finite number",
-}
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 _NUMBERS = ("int_type", "float_type")
@@ -69,6 +63,7 @@ _KINDS = {
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
+    "finite_number": "must be a finite number",
     "dict_type": "must be a dictionary, {key}={{name: value}}",
 }
 
@@ -100,11 +95,11 @@ def _sentence(error: Any, key: str, schema: type[Section]) -> str:
         return f"{key}={value} would be read as {value}; put text in quotes: '{key}=\"{value}\"'."
     if field is not None and (words := choices(field.annotation)):
         return f"{key}={_shown(value)} must be one of {', '.join(words)}."
-    if rule := _RANGES.get(kind):
-        both = interval(field) if field is not None and kind != "finite_number" else ""
-        said = f"must be in {both}" if both else rule(error.get("ctx", {}))
+    if kind in _OUT_OF_RANGE:
+        # Of an entry of a dictionary, and of ``Count | None``, the error alone has the limit.
+        limits = (range_of(field) if field else "") or range_of(Field(**error["ctx"]))
         remedies = [one.text for one in field.metadata if isinstance(one, Instead)] if field else []
-        return f"{key}={_shown(value)} {'; '.join([said, *remedies])}."
+        return f"{key}={_shown(value)} {'; '.join([f'must be {limits}', *remedies])}."
     if rule := _KINDS.get(kind):
         if isinstance(value, str) and kind in _NUMBERS and _is_number(value):
             rule += ", and this is text: leave out the quotes"

@@ -59,7 +59,13 @@ def find(name: str) -> Algorithm:
 
 
 def name_of(config: type[RunConfig]) -> str:
-    return next(name for name in names() if find(name).config is config)
+    """The algorithm that has this configuration; UserError if none is known."""
+    if found := next((name for name in names() if find(name).config is config), None):
+        return found
+    raise UserError(
+        f"{config.__name__} is the configuration of no algorithm that is known here; call "
+        "nemo_like.compose.registry.register(ALGORITHM) first, with your Algorithm."
+    )
 
 
 def of_schema(name: str) -> Algorithm | None:

@@ -50,6 +50,8 @@ def part_folders(
 
     Without ``run.dir`` it is in ``folder``; None leaves it out. Returns ``typed`` with the folders.
     """
+    if any(one.raw.run is None for one in found):  # a YAML file's, which is refused when it loads
+        return list(typed)
     given = [
         OmegaConf.select(one.raw, "run.dir", throw_on_resolution_failure=False) for one in found
     ]

@@ -1,7 +1,7 @@
 """What a completion answers to, and what scores it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -95,22 +95,13 @@ _NO_PARTS = OnlyIf(lambda here, _: not here.rewards, "environment.rewards takes 
 _CODE = OnlyIf(lambda here, _: here.reward == CODE, f"environment.reward is not {CODE}")
 
 
-def _faults_of_parts(key: str, parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name, part in parts.items():
-        if not _VARIABLE.fullmatch(name):
-            yield f"{key}: '{name}' must be a name of letters, digits and _."
-        elif unknown := part.keys() - {"function", "weight"}:
-            yield f"{key}.{name} has {sorted(unknown)[0]}, and takes function and weight."
-        elif not isinstance(function := part.get("function"), str):
-            yield f"{key}.{name}.function must name a reward, as environment.reward does."
-        elif function in (REWARD_MODEL, CODE):
-            yield f"{key}.{name}.function={function} goes alone only, as environment.reward."
-        elif refusal := REWARDS.refusal(f"{key}.{name}.function", function):
-            yield refusal
-        elif isinstance(weight := part.get("weight", 1), bool) or not isinstance(
-            weight, int | float
-        ):
-            yield f"{key}.{name}.weight={weight} must be a number."
+class RewardPart(Section):
+    """One of several rewards."""
+
+    function: Annotated[str, REWARDS] = REASONING_GYM
+    """What ``environment.reward`` may be, but for ``reward_model`` and ``code``."""
+    weight: float = 1.0
+    """What it is multiplied by in the sum."""
 
 
 class EnvironmentConfig(Section):
@@ -140,7 +131,7 @@ class EnvironmentConfig(Section):
     dict``, where fields are the row's, and ``messages``, all messages of the prompt; or TRL's
     ``def reward(prompts, completions, **columns) -> list``, which gets texts, or lists of messages
     if a row's prompt is one."""
-    rewards: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    rewards: dict[str, RewardPart] = Field(default_factory=dict)
     """Several rewards in place of one: ``{name: {function: ..., weight: 1}}``, where a function is
     what ``environment.reward`` may be, but for ``reward_model`` and ``code``. The reward is their
     weighted sum, and each is logged as ``rollout/reward_NAME``. If one fails, so does the row."""
@@ -228,9 +219,9 @@ class EnvironmentConfig(Section):
         return max(1 if one.is_single_turn else one.max_turns for one in each)
 
     @property
-    def functions(self) -> list[Any]:
+    def functions(self) -> list[str]:
         """What scores, by name."""
-        return [part.get("function") for part in self.rewards.values()] or [self.reward]
+        return [part.function for part in self.rewards.values()] or [self.reward]
 
     @property
     def judges(self) -> bool:
@@ -252,7 +243,14 @@ class EnvironmentConfig(Section):
                 yield f"{here}.tasks.{name}.tasks would have no effect: tasks have none."
             elif not _VARIABLE.fullmatch(name):
                 yield f"{here}.tasks: '{name}' must be a name of letters, digits and _."
-        yield from _faults_of_parts(f"{here}.rewards", self.rewards)
+        for name, part in self.rewards.items():
+            if not _VARIABLE.fullmatch(name):
+                yield f"{here}.rewards: '{name}' must be a name of letters, digits and _."
+            elif part.function in (REWARD_MODEL, CODE):
+                yield (
+                    f"{here}.rewards.{name}.function={part.function} goes alone only, as "
+                    "environment.reward."
+                )
         if self.reward in (REWARD_MODEL, CODE) and self.name != SINGLE_TURN:
             yield (
                 f"{here}.reward={self.reward} scores one completion; set {here}.name="

@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_like.config.data import RowsConfig
 from nemo_like.config.environment import REWARD_MODEL
 from nemo_like.config.model_files import CONFIG, TOKENIZER_CONFIG, read_object
-from nemo_like.config.run import RunConfig
+from nemo_like.config.run import CALLBACKS, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.section import named_outside, value_of
 from nemo_like.config.sources import REASONING_GYM, find
@@ -56,6 +56,8 @@ def check_files(config: RunConfig, *, runs: bool = True) -> None:
         _check_data(value_of(config, "data"))
     for key, door, spec in named_outside(config):
         door.look(key, spec)
+    for name, part in config.run.callbacks.items():
+        CALLBACKS.look(f"run.callbacks.{name}.callback", part["callback"])
     check_run_dir(config)
 
 

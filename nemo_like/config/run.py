@@ -57,11 +57,11 @@ class RunSection(Section):
 
     def rules(self, here: str, run: Any) -> Iterator[str]:
         for name, part in self.callbacks.items():
-            key = f"{here}.callbacks.{name}"
+            key = f"{here}.callbacks.{name}.callback"
             if not isinstance(spec := part.get("callback"), str):
                 known = ", ".join(CALLBACKS.names)
-                yield f"{key}.callback must name a class: {known} or file.py:Class."
-            elif refusal := CALLBACKS.refusal(f"{key}.callback", spec):
+                yield f"{key} must name a class: {known} or file.py:Class."
+            elif refusal := CALLBACKS.refusal(key, spec):
                 yield refusal
 
 

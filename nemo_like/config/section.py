@@ -185,7 +185,8 @@ def _check_value(key: str, value: Any) -> None:
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, int) and abs(item) >= _MOST:
             raise UserError(f"{key}={value} must be below {_MOST}.")
-        if isinstance(item, str) and not item.strip():
+        # White space can be an entry, such as a stop string.
+        if isinstance(item, str) and not (item if isinstance(value, list) else item.strip()):
             raise UserError(f"{key}={value!r}: empty text has no meaning here; leave it out.")
 
 

@@ -4,7 +4,6 @@ Names are resolved here and nothing is read, so that a wrong one is refused befo
 """
 
 import importlib.util
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 from pydantic_core import PydanticCustomError
 
+from nemo_like.config.model_files import read_object
 from nemo_like.doors import refuse_special
 from nemo_like.errors import UserError
 
@@ -92,7 +92,13 @@ def find(key: str, source: str) -> list[Path] | DataSet:
     if split is None and path.is_file():
         return [path]
     if any(one in source for one in "*?["):
-        found = sorted(one for one in _matches(path) if one.is_file())
+        try:
+            found = sorted(one for one in _matches(path) if one.is_file())
+        except ValueError as error:
+            raise UserError(
+                f"{key}={source} is not a pattern, since ** must stand alone between slashes; "
+                "write it as in 'rows/**/*.jsonl'."
+            ) from error
         if found:
             return found
     raise UserError(f"{key}={source}: no such file; {_GIVE}.")
@@ -106,7 +112,12 @@ def _matches(pattern: Path) -> list[Path]:
 def _of_folder(key: str, source: str, folder: Path, split: str | None) -> list[Path] | DataSet:
     splits = folder / "dataset_dict.json"
     if splits.is_file():
-        names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+        names = read_object(splits).get("splits")
+        if not (isinstance(names, list) and names and all(isinstance(one, str) for one in names)):
+            raise UserError(
+                f"{key}={source}: {splits} does not list splits; write the folder again with "
+                "save_to_disk, or give the folder of one split."
+            )
         if split not in names:
             raise UserError(
                 f"{key}={source} holds the splits {', '.join(names)}; name one, as in "

@@ -28,6 +28,8 @@ def as_typed(keys: Mapping[str, Any]) -> list[str]:
 
 
 def _written(value: Any) -> str:
+    if getattr(value, "shape", None) == ():  # a number of numpy or torch
+        value = value.item()
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):

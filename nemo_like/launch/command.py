@@ -1,6 +1,7 @@
 """Options and words of the commands that start from a configuration, given as a run's would be."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -8,6 +9,17 @@ from nemo_like.compose.files import SHIPPED, find_file, is_name, located
 from nemo_like.compose.load import compose_raw
 from nemo_like.compose.overrides import refuse_twice
 from nemo_like.errors import UserError
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
+        return int(text)
+
+    return read
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -51,6 +63,8 @@ class ConfigParser(CommandParser):
         folders = [folder, *([options.config_dir] if options.config_dir else [])]
         extra_dir = options.config_dir
         if name.endswith(".yaml") and Path(name).is_file() and find_file(folders, name) is None:
-            found, name = located(name, folders)
+            file, (found, name) = name, located(name, folders)
+            if found and extra_dir:
+                raise UserError(f"{file} is not in --config-dir={extra_dir}; leave one out.")
             extra_dir = found or extra_dir
         return folder, name, overrides, extra_dir

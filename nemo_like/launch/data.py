@@ -25,7 +25,7 @@ from nemo_like.config.texts import TextRunConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import Row, check_lengths
-from nemo_like.launch.command import ConfigParser
+from nemo_like.launch.command import ConfigParser, whole_number
 from nemo_like.models.resolve import context_for, context_length, resolve_policy
 from nemo_like.rewards.math.reward import has_readable_answer
 
@@ -48,7 +48,7 @@ class Sample:
 def run(arguments: Sequence[str]) -> None:
     """Print the report on the configuration that ``arguments`` give; raises UserError."""
     parser = ConfigParser("data", _USAGE, __doc__)
-    parser.add_argument("--rows", type=int, default=2, help="samples to show (2)")
+    parser.add_argument("--rows", type=whole_number(0), default=2, help="samples to show (2)")
     options = parser.parse_intermixed_args(arguments)
     config = parser.load(options)
     set_trust(config.policy.trust_remote_code)

@@ -8,10 +8,11 @@ from pathlib import Path
 from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.compose import registry
 from nemo_like.compose.files import is_name
-from nemo_like.compose.load import compose_raw
+from nemo_like.compose.load import check, compose_raw
 from nemo_like.config.model_files import set_trust
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
+from nemo_like.config.section import leaves
 from nemo_like.errors import UserError
 from nemo_like.launch.command import ConfigParser
 from nemo_like.launch.plan_memory import (
@@ -36,6 +37,12 @@ _USAGE = (
     "[--simulate] [--from RUN]"
 )
 
+_IGNORED = (
+    *("run.", "cluster.", "rollout.", "data.", "logging.", "checkpoint.", "validation."),
+    "policy.optimizer.lr",
+)
+"""Keys that the simulation handles itself, or that change no time."""
+
 
 def run(arguments: Sequence[str]) -> None:
     parser = ConfigParser("plan", _USAGE, __doc__)
@@ -48,9 +55,9 @@ def run(arguments: Sequence[str]) -> None:
     if earlier and not options.config_name and not any(map(is_name, options.words)):
         options.config_name = f"{options.earlier}/config.yaml"
         # That folder is full, and nothing is to be continued in it.
-        for key, value in (("run.dir", "null"), ("run.resume", "false")):
-            if not any(word.startswith(f"{key}=") for word in options.words):
-                options.words.append(f"{key}={value}")
+        for key in ("run.dir=null", "run.resume=false", "cluster.slurm.requeue=false"):
+            if not any(word.startswith(f"{key.partition('=')[0]}=") for word in options.words):
+                options.words.append(key)
     config = parser.load(options, runs=False)
     set_trust(config.policy.trust_remote_code)
     folder = resolve_policy(config, only_config=True)
@@ -101,7 +108,7 @@ def simulated_lines(
 
     Raises UserError for configurations that do not both sample and train.
     """
-    from nemo_like.launch.plan_lag import lag_lines, measured, others_than, predicted
+    from nemo_like.launch.plan_lag import Planner, lag_lines, measured, predicted
 
     plan = plan_run(config)
     if not (isinstance(config, SamplingRunConfig) and config.trains):
@@ -130,9 +137,28 @@ def simulated_lines(
             "these CPUs, or set cluster.gpus_per_node."
         )
     yield ""
-    yield from lag_lines(config, times, plan)
-    if earlier and (others := others_than(config, earlier)):
+
+    def takes(changed: RunConfig) -> bool:
+        try:
+            check(changed, files_are_here=False)
+            check_model_fits(changed.policy, len(plan_run(changed).policy), model_folder)
+        except UserError:
+            return False
+        return True
+
+    yield from lag_lines(Planner(config, times, plan, takes), times, plan)
+    if earlier and (others := _others_than(config, earlier)):
         yield f"The times are of {folder}, which ran with other values of {', '.join(others)}."
+
+
+def _others_than(config: RunConfig, earlier: RunConfig) -> list[str]:
+    """Keys whose values differ from those of the ``earlier`` run and may change its times."""
+    sizes = ("num_prompts_per_step", "num_generations_per_prompt", "max_steps")
+    taken = (*_IGNORED, *(f"{config.section}.{size}" for size in sizes))
+    then = dict(leaves(earlier))
+    return [
+        key for key, value in leaves(config) if then.get(key) != value and not key.startswith(taken)
+    ]
 
 
 def _refuse_unlike(config: RunConfig, earlier: RunConfig, folder: Path) -> None:
@@ -223,7 +249,9 @@ def _batch(config: RunConfig, sizes: ParallelSizes) -> Iterator[str]:
 
 
 def _unpredicted(config: SamplingRunConfig) -> str:
-    """What moves so much to the host and back that times by arithmetic are far off; or ""."""
+    """What times by arithmetic do not cover, or are far off with; or ""."""
+    if config.generation.backend not in ("vllm", "graph"):
+        return f"generation.backend={config.generation.backend}"
     if config.policy.offload == "all":
         return "policy.offload=all"
     return "policy.activation_offload=true" if config.policy.activation_offload else ""

@@ -10,13 +10,12 @@ from typing import Any
 
 from nemo_like.config.run import RunConfig
 from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
-from nemo_like.config.section import leaves
 from nemo_like.errors import UserError
 from nemo_like.launch.plan_memory import table
 from nemo_like.launch.simulation import Outcome, Workload, log_normal, simulate
 from nemo_like.planning.layout import parallel_sizes
 from nemo_like.planning.model_shape import MOST_SEQUENCES, ModelShape
-from nemo_like.planning.resources import ResourcePlan, plan_run
+from nemo_like.planning.resources import ResourcePlan, plan_run, sequences_at_once
 from nemo_like.planning.step_time import (
     ROLLOUT_S,
     RowTokens,
@@ -25,11 +24,6 @@ from nemo_like.planning.step_time import (
     row_seconds,
 )
 
-_IGNORED = (
-    *("run.", "cluster.", "rollout.", "data.", "logging.", "checkpoint.", "validation."),
-    "policy.optimizer.lr",
-)
-"""Keys that the simulation handles itself, or that change no time."""
 _LAGS = (0, 1, 2, 4)
 _SIZES = (8, 64, 512, 4096)
 _NEARLY_BEST = 0.97
@@ -84,7 +78,7 @@ def predicted(
     return Times(
         source="times as predicted above, lengths log-normal",
         token_s=lambda count: token(count)[0],
-        slots=MOST_SEQUENCES,
+        slots=config.generation.engine_kwargs.get("max_num_seqs", MOST_SEQUENCES),
         row_s=row_seconds(config),
         group_s=ROLLOUT_S,
         train_s=sum(phases.values()) * len(plan.policy) / (config.rows_per_step * mean),
@@ -118,7 +112,6 @@ def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) 
             "made some, with logging.trajectories_gib above 0."
         )
     lengths = columns["num_tokens"][columns["phase"] == train.index("train")].tolist()
-    per_engine = -(-config.rows_per_step // len(plan.generation))
 
     def median(name: str) -> float:
         return _median(name, steps, folder)
@@ -141,11 +134,12 @@ def measured(folder: Path, config: SamplingRunConfig, shape: ModelShape | None) 
             train_s=train_s,
             refit_s=refit,
         )
-    token_s = rollout / longest / -(-per_engine // MOST_SEQUENCES)
+    slots = sequences_at_once(config, plan)
+    waves = math.ceil(config.rows_per_step / len(plan.generation) / slots)
     return Times(
         source=source,
-        token_s=lambda _: token_s,
-        slots=min(per_engine, MOST_SEQUENCES),
+        token_s=lambda _: rollout / longest / waves,
+        slots=slots,
         train_s=train_s,
         refit_s=refit,
         lengths=lengths,
@@ -186,7 +180,15 @@ class _Choice:
 class Planner:
     """Simulates splits of workers between sampling and training, with different lags."""
 
-    def __init__(self, config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> None:
+    def __init__(
+        self,
+        config: SamplingRunConfig,
+        times: Times,
+        plan: ResourcePlan,
+        takes: Callable[[RunConfig], bool] = lambda _: True,
+    ) -> None:
+        """``takes``: whether a configuration would run."""
+        self._takes = takes
         self._config, self._times, self._workers = config, times, plan.num_bundles
         sizes = parallel_sizes(config.policy, len(plan.policy))
         self._unit = sizes.num_ranks // sizes.dp
@@ -198,7 +200,7 @@ class Planner:
     def outcome(self, workers: int, sampling: int | None, lag: int) -> _Choice:
         """With as many groups for each worker as the configuration has."""
         times, loop, generation = self._times, self._config.loop, self._config.generation
-        groups = max(1, loop.num_prompts_per_step * workers // self._workers)
+        groups = self._groups(workers)
         size = loop.num_generations_per_prompt
         tokens = groups * size * self._mean
         engines = (sampling or workers) * generation.num_engines_per_bundle
@@ -237,6 +239,22 @@ class Planner:
             tokens_per_s=tokens / found.step_s,
         )
 
+    def _groups(self, workers: int) -> int:
+        return max(1, self._config.loop.num_prompts_per_step * workers // self._workers)
+
+    def _runs(self, workers: int, sampling: int | None, lag: int) -> bool:
+        config, cluster = self._config, self._config.cluster
+        if workers != self._workers:
+            key = "gpus_per_node" if cluster.gpus_per_node else "cpu_workers_per_node"
+            cluster = cluster.replace(num_nodes=1, **{key: workers})
+        changes: dict[str, Any] = {
+            "cluster": cluster.replace(num_generation_workers=sampling),
+            config.section: config.loop.replace(num_prompts_per_step=self._groups(workers)),
+        }
+        if isinstance(config, PolicyGradientRunConfig):
+            changes["rollout"] = config.rollout.replace(max_lag=lag)
+        return self._takes(config.replace(**changes))
+
     def splits(self, workers: int) -> list[int]:
         """Numbers of sampling workers that leave whole models to both sides."""
         tp = self._config.generation.tensor_parallel_size
@@ -245,13 +263,14 @@ class Planner:
         return sorted(one for one in found if one and (workers - one) % self._unit == 0)
 
     def searched(self, workers: int) -> list[_Choice]:
-        """The best split of each lag."""
+        """The best split of each lag, of those that would run."""
         lags = _LAGS if isinstance(self._config, PolicyGradientRunConfig) else (0,)
         found: list[_Choice] = []
         for lag in lags:
             splits: list[int | None] = [*self.splits(workers)]
             if lag and self._may_share:
                 splits.append(None)
+            splits = [one for one in splits if self._runs(workers, one, lag)]
             each = [self.outcome(workers, one, lag) for one in splits]
             found += [max(each, key=lambda choice: choice.tokens_per_s)] if each else []
         return found
@@ -267,19 +286,9 @@ class Planner:
         return [self.outcome(workers, sampling, best.lag)] if sampling else []
 
 
-def others_than(config: RunConfig, earlier: RunConfig) -> list[str]:
-    """Keys whose values differ from those of the ``earlier`` run and may change its times."""
-    sizes = ("num_prompts_per_step", "num_generations_per_prompt", "max_steps")
-    taken = (*_IGNORED, *(f"{config.section}.{size}" for size in sizes))
-    then = dict(leaves(earlier))
-    return [
-        key for key, value in leaves(config) if then.get(key) != value and not key.startswith(taken)
-    ]
-
-
-def lag_lines(config: SamplingRunConfig, times: Times, plan: ResourcePlan) -> Iterator[str]:
+def lag_lines(planner: Planner, times: Times, plan: ResourcePlan) -> Iterator[str]:
     """A table of the configured number of workers, and of more with as much for each to do."""
-    planner, workers = Planner(config, times, plan), plan.num_bundles
+    workers = plan.num_bundles
     kind = "GPUs" if plan.uses_gpus else "workers"
     yield (
         f"Simulated   {times.source}: {statistics.mean(times.lengths):.0f} tokens, at most "

@@ -20,7 +20,6 @@ from nemo_like.models.resolve import resolve_model
 from nemo_like.planning.layout import ParallelSizes, parallel_sizes
 from nemo_like.planning.memory import PhaseMemory, predict_memory
 from nemo_like.planning.model_shape import (
-    MOST_SEQUENCES,
     ModelShape,
     Role,
     engine_bytes,
@@ -28,7 +27,7 @@ from nemo_like.planning.model_shape import (
     role_of,
 )
 from nemo_like.planning.offload import Neighbours, auto_line, lasting, memory_needs
-from nemo_like.planning.resources import ResourcePlan, plan_run
+from nemo_like.planning.resources import ResourcePlan, plan_run, sequences_at_once
 
 # Rows of a table at most, and how many of its end are among them.
 MOST_ROWS = 24
@@ -155,12 +154,11 @@ def _engines(config: RunConfig, plan: ResourcePlan, shape: ModelShape) -> Neighb
     if not isinstance(config, SamplingRunConfig) or not plan.colocated:
         return Neighbours()
     generation = config.generation
-    rows = min(MOST_SEQUENCES, math.ceil(config.rows_per_step / len(plan.generation)))
     weights, cache = engine_bytes(generation, config.policy.dtype, shape, generation.max_new_tokens)
     return Neighbours().and_engines(
         generation.num_engines_per_bundle,
         weights,
-        rows * cache,
+        sequences_at_once(config, plan) * cache,
         sleeps=generation.sleep and generation.kind.sleeps,
     )
 

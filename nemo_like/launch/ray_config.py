@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -52,9 +52,9 @@ def run(arguments: Sequence[str]) -> None:
     else:
         spec = _cluster(options, plan)
         if options.kind == "rayjob":
-            _, name, overrides, _ = parser.source(options)
+            _, name, overrides, extra_dir = parser.source(options)
             spec = {
-                "entrypoint": _entrypoint(options, config, name, overrides),
+                "entrypoint": _entrypoint(options, config, name, overrides, extra_dir),
                 # A retry would find a run in run.dir; run.resume=true is for people to decide.
                 "backoffLimit": 0,
                 "shutdownAfterJobFinishes": True,
@@ -145,7 +145,11 @@ def _is_plain(path: str) -> bool:
 
 
 def _entrypoint(
-    options: argparse.Namespace, config: RunConfig, name: str, overrides: Sequence[str]
+    options: argparse.Namespace,
+    config: RunConfig,
+    name: str,
+    overrides: Sequence[str],
+    extra_dir: Path | None,
 ) -> str:
     """The command of the run, in the image's working folder, where nemo-like is."""
     path = options.volume.partition(":")[2]
@@ -159,7 +163,7 @@ def _entrypoint(
     command = ["nemo-like", script, *overrides]
     given = {
         "--config-name": name if name != script else None,
-        "--config-dir": options.config_dir,
+        "--config-dir": extra_dir,
         "--config-path": options.config_path,
     }
     for option, value in given.items():

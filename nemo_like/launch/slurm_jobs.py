@@ -27,6 +27,7 @@ _ENDED = {
     *(_FORGOTTEN, "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
+_NO_LOG = Path(os.devnull)
 _UNKNOWN_JOB = ("Invalid job id", "not found")
 _NO_ACCOUNTING = ("accounting storage is disabled",)
 _JOB = re.compile(r"\d+(_\d+)?")
@@ -53,6 +54,11 @@ class Task:
     def has_ended(self) -> bool:
         """Whether it will not run (again)."""
         return self.state in _ENDED
+
+    @property
+    def has_output_to_come(self) -> bool:
+        """False of a job of salloc, whose output is on a terminal."""
+        return not self.has_ended and self.log != _NO_LOG
 
     def __str__(self) -> str:
         text = f"{self.number} {self.state}"
@@ -129,11 +135,12 @@ def cancel(job: str, log_dir: Path) -> Iterator[str]:
 
 
 def _copy(job: str, log_dir: Path, task: Task, *, follow: bool) -> None:
-    while follow and not task.log.is_file() and not task.has_ended:
+    while follow and not task.log.is_file() and task.has_output_to_come:
         time.sleep(_ASK_AGAIN_S)
         task = _find(job, log_dir)[0]
     if not task.log.is_file():
-        raise RunError(f"job {task} has no log{'' if task.has_ended else ' yet; use -f to wait'}.")
+        to_come = " yet; use -f to wait" if task.has_output_to_come else ""
+        raise RunError(f"job {task} has no log{to_come}.")
     with task.log.open("rb") as log:
         asked = time.monotonic()
         while True:
@@ -180,7 +187,7 @@ def _task(line: str) -> Task:
         time=fields["RunTime"],
         limit=fields["TimeLimit"],
         exit_code=fields["ExitCode"],
-        log=Path(fields["StdOut"]),
+        log=Path(fields.get("StdOut", _NO_LOG)),
     )
 
 

@@ -8,13 +8,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from nemo_like.algorithms.rows import read_rows
 from nemo_like.compose.load import compose_raw
 from nemo_like.config.environment import SINGLE_TURN
+from nemo_like.config.typed import as_typed
 from nemo_like.data.datasets import Row
 from nemo_like.errors import RunError, UserError
-from nemo_like.launch.command import ConfigParser
+from nemo_like.launch.command import ConfigParser, whole_number
 from nemo_like.rewards.pool import RewardPool
 from nemo_like.rewards.protocol import RewardResult
 from nemo_like.rewards.start import start_pool
@@ -27,16 +29,16 @@ _COLUMNS = ("reference", "answer", "solution")
 def run(arguments: Sequence[str]) -> None:
     """Score rows and print the results; RunError if every row failed."""
     parser = ConfigParser("try-reward", _USAGE, __doc__)
-    parser.add_argument("--rows", type=int, default=10, help="rows to score (10)")
+    parser.add_argument("--rows", type=whole_number(1), default=10, help="rows to score (10)")
     parser.add_argument(
         "--completion", help=f"text to score (the row's {', '.join(_COLUMNS[:-1])} or solution)"
     )
     options = parser.parse_intermixed_args(arguments)
-    if len(options.words) < 2 or any("=" in word for word in options.words[:2]):
+    if len(options.words) < 2 or any(map(_is_key, options.words[:2])):
         raise UserError(f"try-reward needs a reward function and a file of rows; use {_USAGE}.")
     reward, data, *options.words = options.words
     folder, name, overrides, extra_dir = parser.source(options)
-    ours = [f"environment.reward={reward}", f"data.train={data}", "validation.every_steps=0"]
+    ours = as_typed({"environment.reward": reward, "data.train": data, "validation.every_steps": 0})
     config = compose_raw(folder, name, [*ours, *overrides], extra_dir).load()
     if config.environment.name != SINGLE_TURN:
         raise UserError("try-reward has no model to talk to; leave out environment.name.")
@@ -47,6 +49,11 @@ def run(arguments: Sequence[str]) -> None:
     finally:
         pool.shutdown()
     _summarize(reward, results)
+
+
+def _is_key(word: str) -> bool:
+    """Whether ``word`` is key=value, and not the name of a file with an ``=``."""
+    return "=" in word and not Path(word.rsplit(":", 1)[0]).exists()
 
 
 def _score(pool: RewardPool, row: Row, completion: str | None) -> RewardResult:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from nemo_like.config.policy import ParallelConfig, PolicyConfig
-from nemo_like.planning.layout import ParallelSizes, layer_range, num_stages
+from nemo_like.planning.layout import ParallelSizes, layers_of_rank
 from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape
 
 
@@ -159,11 +159,8 @@ def layers_in_flight(
     stages a rank (arXiv:2104.04473, section 2.2): 2 (pp - r - 1) + (v - 1) pp + 1 passes of a
     stage.
     """
-    size, stages = parallel.pipeline_parallel_size, num_stages(parallel)
-    mine = [
-        len(layer_range(shape.layers, stages, stage))
-        for stage in range(pipeline_rank, stages, size)
-    ]
+    size = parallel.pipeline_parallel_size
+    mine = layers_of_rank(parallel, shape.layers, pipeline_rank)
     if size == 1:
         return sum(mine)
     match parallel.pipeline_schedule:

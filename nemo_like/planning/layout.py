@@ -110,6 +110,19 @@ def stages_of_rank(parallel: ParallelConfig, pipeline_rank: int) -> list[int]:
     return list(range(pipeline_rank, num_stages(parallel), size))
 
 
+def layers_of_rank(parallel: ParallelConfig, num_layers: int, pipeline_rank: int) -> list[int]:
+    """The number of layers in each stage of one pipeline rank.
+
+    >>> layers_of_rank(ParallelConfig(pipeline_parallel_size=2), 5, 0)
+    [3]
+    """
+    stages = num_stages(parallel)
+    return [
+        len(layer_range(num_layers, stages, stage))
+        for stage in stages_of_rank(parallel, pipeline_rank)
+    ]
+
+
 def bins_for_pipeline(parallel: ParallelConfig) -> dict[str, int]:
     """What schedules ask of the number of micro-batches, as arguments of its plan.
 

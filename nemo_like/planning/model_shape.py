@@ -108,7 +108,11 @@ def read_settings(model_folder: Path) -> dict[str, Any]:
     of_text = settings.get("text_config") or {}
     if not isinstance(of_text, dict):
         raise UserError(f"{path}: text_config={of_text} is not a JSON object; repair it.")
-    return {**settings, **of_text}
+    found = {**settings, **of_text}
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if (value := number(found, key)) is not None and value < 1:
+            raise UserError(f"{path}: {key}={value} must be at least 1; repair it.")
+    return found
 
 
 _HEAD_DIMS = {

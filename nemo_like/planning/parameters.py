@@ -7,7 +7,7 @@ from nemo_like.config.optimizer import LoraConfig, Moments
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.activations import head_bytes
-from nemo_like.planning.layout import ParallelSizes, layer_range, num_stages
+from nemo_like.planning.layout import ParallelSizes, layers_of_rank
 from nemo_like.planning.model_shape import BYTES, FLOAT32, ModelShape, Role
 
 BLOCK = 256
@@ -90,9 +90,7 @@ class Rank:
     def parameters(self) -> RankParameters:
         """UserError for adapters of matrices of other names."""
         shape, parallel, tp = self.shape, self.policy.parallel, self.sizes.tp
-        size, stages = parallel.pipeline_parallel_size, num_stages(parallel)
-        mine = range(self.pipeline_rank, stages, size)
-        layers = sum(len(layer_range(shape.layers, stages, stage)) for stage in mine)
+        layers = sum(layers_of_rank(parallel, shape.layers, self.pipeline_rank))
         table = shape.vocab * shape.hidden / (tp if shape.vocab % tp == 0 else 1)
         first, last, scalar = self.pipeline_rank == 0, self.has_head, self.role.scalar_head
         tables = int(first) + int(last and not (shape.tied and first) and not scalar)

@@ -31,9 +31,14 @@ def check_placement(config: RunConfig) -> None:
     if isinstance(config, SamplingRunConfig):
         transport, usable = refit_transport(config.refit, plan), config.generation.kind.transports
         if transport not in usable:
+            remedy = f"set it to {' or '.join(usable)}"
+            if not plan.colocated:
+                remedy = "set cluster.num_generation_workers=null"
+            elif plan.uses_gpus:
+                remedy = "set GPUs apart for engines with cluster.num_generation_workers"
             raise UserError(
                 f"refit.transport={transport}, which fits the bundles, does not reach an engine of "
-                f"generation.backend={config.generation.backend}; set it to {' or '.join(usable)}."
+                f"generation.backend={config.generation.backend}; {remedy}."
             )
     for sentence in _broken_rules(config, sizes, plan):
         raise UserError(sentence)
@@ -79,7 +84,7 @@ def _broken_rules(config: RunConfig, sizes: ParallelSizes, plan: ResourcePlan) -
             "with cluster.num_generation_workers."
         )
     replicas = len(plan.generation)
-    if config.loop.num_prompts_per_step < replicas:
+    if config.loop.num_prompts_per_step < replicas and not config.evaluates:
         yield (
             f"{config.section}.num_prompts_per_step={config.loop.num_prompts_per_step} leaves some "
             f"of the {replicas} generation replicas without work; use at least {replicas}."

@@ -1,5 +1,6 @@
 """How many bundles on how many nodes, and who works in which: arithmetic, without Ray."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from nemo_like.config.run import ClusterConfig, RunConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.errors import UserError
 from nemo_like.planning.layout import common_divisors
+from nemo_like.planning.model_shape import MOST_SEQUENCES
 
 _ROUNDING = 1e-6
 """0.3 CPUs hold three workers of 0.1."""
@@ -138,6 +140,13 @@ def plan_run(config: RunConfig) -> ResourcePlan:
 def engines_sleep(generation: GenerationConfig, plan: ResourcePlan) -> bool:
     """Whether engines free GPUs that they share with the policy while it trains."""
     return generation.sleep and generation.kind.sleeps and plan.uses_gpus and plan.colocated
+
+
+def sequences_at_once(config: SamplingRunConfig, plan: ResourcePlan) -> int:
+    """The most completions that each engine works on at a time, for which its KV cache is sized."""
+    groups = config.loop.num_prompts_per_step * (1 + config.max_lag)
+    rows = math.ceil(groups / len(plan.generation)) * config.loop.num_generations_per_prompt
+    return config.generation.engine_kwargs.get("max_num_seqs", min(MOST_SEQUENCES, rows))
 
 
 def refit_transport(config: RefitConfig, plan: ResourcePlan) -> Transport:

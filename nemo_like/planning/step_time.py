@@ -14,9 +14,9 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import PolicyGradientRunConfig, SamplingRunConfig
 from nemo_like.planning.activations import BYTES
 from nemo_like.planning.layout import ParallelSizes, num_stages, parallel_sizes
-from nemo_like.planning.model_shape import FLOAT32, MOST_SEQUENCES, ModelShape, engine_bytes
+from nemo_like.planning.model_shape import FLOAT32, ModelShape, engine_bytes
 from nemo_like.planning.parameters import moments_bytes, stay_whole
-from nemo_like.planning.resources import ResourcePlan, engines_sleep
+from nemo_like.planning.resources import ResourcePlan, engines_sleep, sequences_at_once
 
 PEAK_FLOPS = 989e12
 """Of an H100 or H200 in 16 bits, dense."""
@@ -285,7 +285,7 @@ def _rollout(
     config: SamplingRunConfig, shape: ModelShape, plan: ResourcePlan, tokens: RowTokens
 ) -> PhaseTime:
     rows = math.ceil(config.rows_per_step / len(plan.generation))
-    waves = math.ceil(rows / MOST_SEQUENCES)
+    waves = math.ceil(rows / sequences_at_once(config, plan))
     seen = round(tokens.prompt + tokens.completion / 2)
     # Shorter rows leave the engine to the others.
     at_once = rows / waves * tokens.completion / tokens.longest

@@ -67,7 +67,7 @@ def reward_spec(environment: EnvironmentConfig, num_processes: int = 1) -> str:
         return environment.reward
     judge = environment.judge.model_dump() | {"timeout_s": environment.timeout_s}
     judge["max_requests"] = environment.rows_at_once or max(1, MOST_REQUESTS // num_processes)
-    parts = environment.rewards
+    parts = {name: part.model_dump() for name, part in environment.rewards.items()}
     return json.dumps({"reward": environment.reward, "rewards": parts, "judge": judge})
 
 

@@ -48,7 +48,7 @@ def with_absolute_paths(environment: EnvironmentConfig) -> EnvironmentConfig:
 
         model = str(RewardText(str(model), {}).folder)
     parts = {
-        name: {**part, "function": absolute(part["function"])}
+        name: part.replace(function=absolute(part.function))
         for name, part in environment.rewards.items()
     }
     judge, template = environment.judge, environment.judge.template

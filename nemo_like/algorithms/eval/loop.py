@@ -18,6 +18,7 @@ from nemo_like.config.paths import is_checkpoint
 from nemo_like.data.datasets import Row
 from nemo_like.errors import UserError
 from nemo_like.observe.sinks import JsonlFile
+from nemo_like.planning.resources import plan_run
 from nemo_like.policy.remote_model import RemoteModel
 from nemo_like.run.continued import open_checkpoint
 
@@ -32,7 +33,8 @@ def run(config: EvalConfig, session: Session) -> None:
     if is_checkpoint(name):
         with run.start_phase("checkpoint"):
             load_checkpoint(live.policy, Path(name).expanduser().resolve())
-    rows, size = live.validation_rows, PROMPTS_AT_ONCE
+    rows = live.validation_rows
+    size = max(PROMPTS_AT_ONCE, len(plan_run(config).generation))  # some for each engine
     measured = Measured(config, rows)
     (path := run.dir / "samples.jsonl").unlink(missing_ok=True)  # of an evaluation that was ended
     file = JsonlFile(path)

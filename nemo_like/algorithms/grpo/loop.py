@@ -162,7 +162,7 @@ def add_advantages(batch: RemoteBatch, config: GRPOConfig) -> None:
     for name, part in config.environment.rewards.items():
         of_part = rows[f"{keys.REWARD_OF}{name}"][first]
         # A function with TRL's signature may give none for a row.
-        joined += part.get("weight", 1) * advantages_of(of_part, valid & ~of_part.isnan())
+        joined += part.weight * advantages_of(of_part, valid & ~of_part.isnan())
     rows[keys.ADVANTAGES] = by_task(whiten, tasks, joined, valid)[trajectory]
 
 
