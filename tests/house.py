@@ -53,7 +53,6 @@ LEAVES = {
     "environments/": "conversations of several turns: tools, search, games, programs",
     "generation/graph/": "our own engine",
     "generation/hf_engine.py": "the engine on transformers",
-    "generation/hf_model.py": "its model",
     "generation/interrupted.py": "completions that a refit interrupts",
     "generation/local_engine.py": "what these two share",
     "generation/replay.py": "completions of an earlier run",

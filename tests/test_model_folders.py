@@ -25,7 +25,7 @@ from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.reward_models import check_scores
 from nemo_like.data.tokenizer import end_token_ids
 from nemo_like.errors import UserError
-from nemo_like.generation.hf_model import build_model
+from nemo_like.generation.hf_engine import build_model
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.models.build import architecture, model_class, model_settings
 from nemo_like.models.resolve import CAUSAL_LM, CLASSIFIER, context_length, has_class, resolve_model

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_like.errors import RunError, UserError
-from nemo_like.generation.hf_model import build_model, copy_weights
 from nemo_like.generation.local_engine import GrowingRow, LocalEngine, Waiting, fail
 from nemo_like.generation.protocol import (
     Completion,
@@ -21,6 +20,9 @@ from nemo_like.generation.protocol import (
     GenerationRequest,
     SamplingParams,
 )
+from nemo_like.models.adapter_places import inject_adapters
+from nemo_like.models.build import architecture, new_model
+from nemo_like.models.naming import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +61,16 @@ class HFEngine(LocalEngine):
         await super().shutdown()
         self._model = None
 
+    @torch.no_grad()
     def _copy_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Overwrite the model's tensors in place; tied copies share storage and follow."""
         assert self._model is not None
-        copy_weights(self._model, self._config, tensors)
+        dtype = getattr(torch, self._config.dtype)
+        naming = architecture(self._config.model_path, dtype).naming
+        own = {plain_name(name): one for name, one in self._model.state_dict().items()}
+        for name, tensor in naming.in_memory(tensors):
+            own[name].copy_(tensor)
+        self._model.tie_weights()
 
     async def _serve(self) -> None:
         """Batch what arrived and sample it, until cancelled."""
@@ -129,6 +138,20 @@ class HFEngine(LocalEngine):
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             # Idle rows must not run past the last position that the model knows.
             positions = (positions[:, -1:] + 1).clamp(max=self._config.max_model_len - 1)
+
+
+def build_model(config: EngineConfig) -> PreTrainedModel:
+    """The architecture with random weights, which the first refit replaces."""
+    with torch.device(config.device):
+        model = new_model(
+            config.model_path,
+            dtype=getattr(torch, config.dtype),
+            # None: sdpa, or eager for models that lack it.
+            attn_implementation="eager" if config.eager_attention else None,
+        )
+        if config.lora is not None:
+            inject_adapters(model, config.lora)
+    return model.eval().requires_grad_(False)
 
 
 class _Row(GrowingRow):

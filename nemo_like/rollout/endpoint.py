@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
 
@@ -35,13 +35,6 @@ _HARMLESS = {
     "echo": (False,), "parallel_tool_calls": (True,), "top_logprobs": (0,),
 }  # fmt: skip
 """Values of other parameters that need no warning."""
-
-
-class Address(NamedTuple):
-    """Where a trajectory's model is."""
-
-    base_url: str
-    api_key: str
 
 
 class RequestError(Exception):
@@ -90,12 +83,12 @@ class Endpoint:
             await self._runner.cleanup()
 
     @contextmanager
-    def serving(self, recorder: Recorder) -> Iterator[Address]:
-        """The address for calls of a trajectory, valid inside the block."""
+    def serving(self, recorder: Recorder) -> Iterator[tuple[str, str]]:
+        """Base URL and key for calls of a trajectory, valid inside the block."""
         key = f"trajectory-{secrets.token_hex(16)}"
         self._recorders[key] = recorder
         try:
-            yield Address(self._url, key)
+            yield self._url, key
         finally:
             recorder.close()
             del self._recorders[key]
