@@ -537,6 +537,8 @@ def test_the_trainers_logprobs_of_a_conversation_are_the_engines(case, tmp_path)
 
 
 def test_a_refit_amid_sampling_is_refused(case):
+    case.refit(0)
+
     async def refit_amid_sampling() -> Completion:
         (request,) = case.requests(1)
         sampling = asyncio.create_task(case.engine.generate(request))
