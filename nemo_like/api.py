@@ -21,7 +21,7 @@ from typing import Any
 from nemo_like.compose import registry
 from nemo_like.compose.files import SHIPPED
 from nemo_like.compose.load import check, check_algorithm, compose_raw
-from nemo_like.config.paths import check_run_dir
+from nemo_like.config.paths import check_run_dir, readable
 from nemo_like.config.run import RunConfig
 from nemo_like.config.typed import as_typed
 from nemo_like.distributed.worker import keep_compiler_cache
@@ -117,7 +117,8 @@ def train(
 ) -> RunResult:
     """Run a typed configuration, such as ``nl.GRPOConfig(...)``; see ``grpo`` for the others."""
     algorithm = registry.find(registry.name_of(type(config)))
-    check_run_dir(config)  # nothing is written into the folder of another run
+    with readable():
+        check_run_dir(config)  # nothing is written into the folder of another run
     is_new = config.run.dir is None or not Path(config.run.dir).expanduser().exists()
     folder = make_run_dir(config, algorithm.name)
     try:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import nemo_like as nl
+from nemo_like.cli import main
 from nemo_like.compose.load import compose_config
 from nemo_like.config.data import PromptsConfig
 from nemo_like.config.policy import PolicyConfig
-from nemo_like.config.run import CheckpointConfig
+from nemo_like.config.run import CheckpointConfig, RunSection
 from nemo_like.data.datasets import load_rows
 from nemo_like.errors import UserError
 from nemo_like.planning.placement import check_model_fits
@@ -148,3 +150,15 @@ def test_a_model_without_heads_is_one_sentence(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     with pytest.raises(UserError, match=r"num_attention_heads=0 must be at least 1; repair it\."):
         check_model_fits(PolicyConfig(), 1, tmp_path)
+
+
+def test_the_path_of_a_configuration_and_of_a_python_run_is_looked_at_likewise(capsys):
+    for words in (["plan", f"{LONG}.yaml"], ["grpo", f"{LONG}.yaml"], ["grpo", "-cn", LONG]):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert "cannot be read: File name too long" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["grpo", "~nobody_here/x.yaml"])
+    assert "A path begins with ~ and a name that no user" in capsys.readouterr().err
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        nl.train(nl.GRPOConfig(run=RunSection(dir=LONG)))

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_like.compose import registry
 from nemo_like.compose.overrides import changes_as_text
+from nemo_like.config.paths import readable
 from nemo_like.config.run import RunConfig
 from nemo_like.config.section import keys_of
 from nemo_like.errors import UserError
@@ -110,6 +111,7 @@ def is_name(word: str) -> bool:
     return "=" not in word or (word.endswith(".yaml") and Path(word).is_file())
 
 
+@readable()
 def located(file: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
     """Folder and name for Hydra of a path that was typed; no folder if it is in one of ``folders``.
 

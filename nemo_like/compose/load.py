@@ -27,7 +27,7 @@ from nemo_like.compose.files import (
     schema_of,
 )
 from nemo_like.compose.overrides import accept_free_keys, check_overrides
-from nemo_like.config.paths import check_files
+from nemo_like.config.paths import check_files, readable
 from nemo_like.config.run import RunConfig
 from nemo_like.config.section import Section, check_sections, keys_of
 from nemo_like.errors import UserError
@@ -58,24 +58,13 @@ def explained(schema: type[RunConfig]) -> Iterator[None]:
         raise explain(error, schema) from error
 
 
+@readable()
 def check(config: RunConfig, *, files_are_here: bool = True, runs: bool = True) -> None:
     """Raise UserError for the first rule that ``config`` breaks; see ``Composed.load``."""
-    try:
-        check_sections(config, config.unused)
-        check_placement(config)
-        if files_are_here:
-            check_files(config, runs=runs)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename} cannot be read: {error.strerror}; correct the path, or its "
-            "permissions."
-        ) from error
-    except RuntimeError as error:
-        if "home directory" not in str(error):  # of Path.expanduser
-            raise
-        raise UserError(
-            "A path begins with ~ and a name that no user of this machine has; write it in full."
-        ) from error
+    check_sections(config, config.unused)
+    check_placement(config)
+    if files_are_here:
+        check_files(config, runs=runs)
 
 
 @dataclass(frozen=True)
@@ -117,6 +106,7 @@ def compose_config(config_dir: Path, config_name: str, overrides: Sequence[str] 
     return compose_raw(config_dir, config_name, overrides).load()
 
 
+@readable()
 def compose_raw(
     config_dir: Path, config_name: str, overrides: Sequence[str], extra_dir: Path | None = None
 ) -> Composed:

@@ -19,6 +19,7 @@ from nemo_like.compose.load import (
     store_schema,
 )
 from nemo_like.compose.overrides import accept_free_keys, refuse_twice
+from nemo_like.config.paths import readable
 from nemo_like.config.run import Algorithm, RunConfig
 from nemo_like.distributed.worker import keep_compiler_cache
 from nemo_like.errors import StoppedError, UserError
@@ -129,6 +130,7 @@ def _checked(found: Sequence[Composed]) -> list[RunConfig]:
     return configs
 
 
+@readable()
 def _parse(arguments: Sequence[str], algorithm: Algorithm, config_dir: Path) -> argparse.Namespace:
     """What Hydra's own parser makes of the command line; raises UserError instead of exiting.
 

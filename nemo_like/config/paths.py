@@ -5,6 +5,8 @@ They are looked at, never loaded or run.
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_like.config.data import RowsConfig
@@ -22,6 +24,24 @@ _HUB_NAME = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")
 _PART_BYTES = 2**16
 # Below each node's own folder: where Ray unpacks what `ray job submit --working-dir` uploads.
 _RAY_PACKAGES = "/runtime_resources/working_dir_files/"
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Within, paths that cannot be looked at become a UserError; decorates functions too."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} cannot be read: {error.strerror}; correct the path, or its "
+            "permissions."
+        ) from error
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of Path.expanduser
+            raise
+        raise UserError(
+            "A path begins with ~ and a name that no user of this machine has; write it in full."
+        ) from error
 
 
 def check_files(config: RunConfig, *, runs: bool = True) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from nemo_like.compose.files import SHIPPED, find_file, is_name, located
 from nemo_like.compose.load import compose_raw
 from nemo_like.compose.overrides import refuse_twice
+from nemo_like.config.paths import readable
 from nemo_like.errors import UserError
 
 
@@ -50,6 +51,7 @@ class ConfigParser(CommandParser):
         """The checked configuration; raises UserError. See ``Composed.load`` for ``checks``."""
         return compose_raw(*self.source(options)).load(**checks)
 
+    @readable()
     def source(self, options: argparse.Namespace) -> tuple[Path, str, list[str], Path | None]:
         """Folder, name, overrides and the user's folder, for ``compose_raw``; raises UserError."""
         # Hydra's ~key deletes an override.
