@@ -6,8 +6,10 @@ import shutil
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import combinations
+from pathlib import Path
 
 import pytest
+from transformers import MistralConfig, MistralForCausalLM
 
 from nemo_like.algorithms.eval.config import EvalConfig, EvalSection
 from nemo_like.algorithms.eval.report import Measured, table
@@ -267,6 +269,19 @@ def test_a_checkpoint_with_adapters_is_evaluated_with_its_own(tmp_path):
     said = refusal(model, "policy.lora.rank=4", "policy.lora.alpha=64")
     assert "policy.lora.alpha=64.0 is not that of the checkpoint" in said
     assert said.endswith("set it to 16.0.")
+
+
+def test_a_model_that_trains_with_padded_rows_alone_is_evaluated(tmp_path, tiny_model, local_ray):
+    """An evaluation has no key for rows of the policy, as it computes nothing there."""
+    source = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    vocab = json.loads((source / "config.json").read_text())["vocab_size"]
+    config = MistralConfig(vocab_size=vocab, sliding_window=32, **shape, **heads, **ids)
+    MistralForCausalLM(config).save_pretrained(source)
+    report, _ = evaluate(tmp_path / "eval", f"policy.model={source}")
+    assert report["num_prompts"] == 8
 
 
 def test_another_checkpoint_gives_other_completions(exported, tmp_path, local_ray):

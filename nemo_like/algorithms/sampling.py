@@ -158,10 +158,16 @@ def start_sampling(
 
 
 def _trained(config: SamplingRunConfig) -> PolicyConfig:
-    """The policy's configuration, which offloads nothing where there is no optimizer state."""
-    if config.trains or config.policy.offload != "auto":
-        return config.policy
-    return config.policy.replace(offload="none")
+    """The policy's configuration.
+
+    One that never trains has no optimizer state to offload, and computes nothing: it takes any
+    model that transformers can run.
+    """
+    policy = config.policy
+    if config.trains:
+        return policy
+    offload = "none" if policy.offload == "auto" else policy.offload
+    return policy.replace(offload=offload, batching="padded", attention="eager")
 
 
 def rollout_setup(
