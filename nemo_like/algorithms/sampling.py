@@ -17,11 +17,12 @@ from nemo_like.algorithms.checks import (
     warn_of_mismatch,
 )
 from nemo_like.algorithms.engine_size import engine_config, share_gpus
+from nemo_like.algorithms.rows import check_rows
 from nemo_like.algorithms.session import Session
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.data.datasets import Row, check_lengths, fingerprint
+from nemo_like.data.datasets import Row, fingerprint
 from nemo_like.data.loader import GroupFeed, PromptLoader, RowLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
@@ -29,7 +30,7 @@ from nemo_like.distributed.worker import Worker
 from nemo_like.doors import absolute
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.worker import Generation
-from nemo_like.models.resolve import context_for
+from nemo_like.models.resolve import context_length
 from nemo_like.observe.metrics import Metrics
 from nemo_like.observe.trajectory_files import Resumed
 from nemo_like.planning.model_shape import role_of
@@ -178,6 +179,9 @@ def rollout_setup(
     used = {row.environment for row in rows}
     each = with_absolute_paths(config.environment).by_name
     environments = {name: one for name, one in each.items() if name in used}
+    most_tokens = engine.max_model_len  # of validations too, whose completions may be longer
+    if config.trains:
+        most_tokens = min(most_tokens, config.policy.micro_batch_tokens)
     num_processes = sum(one.num_processes for one in environments.values())
     return RolloutSetup(
         backend=absolute(config.generation.backend),
@@ -193,7 +197,7 @@ def rollout_setup(
             first_open=feed.first_open,
             used=feed.used,
         ),
-        most_tokens=engine.max_model_len,
+        most_tokens=most_tokens,
         most_turns=config.environment.most_turns,
         shares_prompts=config.policy.batching == "shared",
         trajectories_gib=config.logging.trajectories_gib,
@@ -214,17 +218,12 @@ def read_prompts(
 
     ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
     """
-    key, most_new = config.longest_completion
-    context = context_for(model_path, key, most_new)
     check_reward_models(config.environment, rows_of, chat)
-    longest, room = 0, context
     checked: dict[str, list[Row]] = {}
+    most = 0
     for name, rows in rows_of.items():
-        most_tokens = config.policy.micro_batch_tokens if config.trains else context
-        checked[name], most = check_lengths(
-            rows, chat, most_tokens, context, most_new, config.data, name
-        )
-        longest, room = max(longest, most), min(room, most_tokens)
+        checked[name], longest = check_rows(config, name, rows, model_path, chat)
+        most = max(most, longest)
     train = checked["data.train"]
     least = config.loop.num_prompts_per_step
     if config.trains and len(train) < least:
@@ -234,9 +233,10 @@ def read_prompts(
             config.section,
             least,
         )
+    room = context_length(model_path)
     if config.trains:
         warn_of_adapters(config)
-    most = longest + most_new
+        room = min(room, config.policy.micro_batch_tokens)
     for environment in config.environment.by_name.values():
         if not environment.is_single_turn:
             most = max(most, min(room, environment.max_tokens or room))
