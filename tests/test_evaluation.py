@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import MistralConfig, MistralForCausalLM
 
+from nemo_like.algorithms.eval import loop
 from nemo_like.algorithms.eval.config import EvalConfig, EvalSection
 from nemo_like.algorithms.eval.report import Measured, table
 from nemo_like.algorithms.eval.statistics import (
@@ -304,7 +305,7 @@ def test_a_checkpoint_out_of_place_or_damaged_says_so(straight, tmp_path, local_
         compose_config(ROOT / "configs", "grpo", [f"policy.model={alone}"])
 
 
-def test_rows_of_a_file_are_scored_by_their_reward_function(tmp_path, local_ray):
+def test_rows_of_a_file_are_scored_by_their_reward_function(tmp_path, local_ray, monkeypatch):
     rows = [{"prompt": "1+1=", "answer": "2", "kind": k} for k in ("a", "b", "b")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text(
@@ -324,5 +325,12 @@ def test_rows_of_a_file_are_scored_by_their_reward_function(tmp_path, local_ray)
     assert report["majority_at"]["2"]["mean"] == pytest.approx(1 / 3)
     assert report["categories"]["b"]["reward"]["mean"] == 0.5
     assert [one["answer"] for one in samples] == ["a", "a", "b", "b", "b", "b"]
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompt, completion, kind, **fields):\n    assert kind == 'a', 'no score'\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.setattr(loop, "PROMPTS_AT_ONCE", 1)
+    report, _ = evaluate(tmp_path / "one", *options[:3], small=SMALL[:2])
+    assert (report["num_failed"], report["reward"]["num_prompts"]) == (4, 1)
     with pytest.raises(UserError, match=r"row 0 of data.validation has no such field .*answer"):
         evaluate(tmp_path / "other", *options, "eval.category_field=sort", small=SMALL[:2])

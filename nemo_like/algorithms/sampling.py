@@ -58,6 +58,7 @@ class Sampling:
     rollouts: RolloutSource
     feed: GroupFeed[Row]
     validation_rows: list[Row]
+    failures: RewardFailures
     num_made: int = 0
     """Steps that this execution has begun."""
     batch: RemoteBatch | None = None
@@ -136,6 +137,7 @@ def start_sampling(
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
     run.restore(models)
+    failures = RewardFailures(config.environment, run.dir, run.first_step or -1)
     rollouts = RolloutSource(
         config,
         generation=generation,
@@ -143,7 +145,7 @@ def start_sampling(
         feed=feed,
         validation_rows=validation_rows,
         stop_token_ids=chat.eos_token_ids,
-        failures=RewardFailures(config.environment, run.dir, run.first_step or -1),
+        failures=failures,
         span=run.span,
         show=run.show,
     )
@@ -155,6 +157,7 @@ def start_sampling(
         rollouts=rollouts,
         feed=feed,
         validation_rows=validation_rows,
+        failures=failures,
     )
 
 
