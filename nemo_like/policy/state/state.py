@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _OTHER = "{} does not fit this run's model, adapters or optimizer"
 _StageState = tuple[LogprobModel, list[Optimizer], dict[str, Any], dict[str, Any]]
 """A stage, its optimizers, and the state of both under the names of the wrapped model."""
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
+_OF_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 
 
 def refit_tensors(
@@ -162,11 +162,14 @@ def _write_folder(
     source = Path(trainer.setup.model_path)
     aside = writing_folder(target)
     shutil.rmtree(aside, ignore_errors=True)
-    # Contents alone: files of a model that others may only read must be writable here. The model
-    # may be the export of a run with adapters, which are in its weights.
-    ignored = shutil.ignore_patterns(*_WEIGHT_FILES, "adapter")
-    shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
-    aside.chmod(0o700)
+    # The model's folder may hold anything else, this run's folder too.
+    for path in (*source.iterdir(), *source.glob("additional_chat_templates/*")):
+        skipped = path.name.startswith(".") or path.name.endswith((*_OF_WEIGHTS, ".index.json"))
+        if path.is_file() and not skipped:
+            place = aside / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            # Contents alone: files that others may only read must be writable here.
+            shutil.copyfile(path, place)
     if adapters:
         plain = architecture(str(source), torch.float32, trainer.setup.output).model
         from nemo_like.policy.lora import write_adapter
