@@ -34,7 +34,7 @@ from nemo_like.policy.state.files import read_tensors, refuse_two_values, stored
 
 logger = logging.getLogger(__name__)
 
-_SCORE = "score.weight"
+SCORE = "score.weight"
 # Of older transformers, which saved what is computed; and the head of a model that gives values.
 _UNUSED = (r"(^|\.)rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 _UNUSED_BY_VALUES = r"^(lm_head|embed_out)\.weight$"
@@ -138,10 +138,10 @@ def _load_weights(model: LogprobModel, path: str, output: Output) -> None:
             pair = sources[head].names[0], sources[embedding].names[0]
             refuse_two_values(path, stored, *pair)
     state = {ties.get(name, name): tensor for name, tensor in wanted.items()}
-    if isinstance(model, ValueModel) and _SCORE not in sources:
+    if isinstance(model, ValueModel) and SCORE not in sources:
         # A head that begins at 0: no score and no value favours anything before training.
-        torch.nn.init.zeros_(local_part(state.pop(_SCORE)))
-        del wanted[_SCORE]
+        torch.nn.init.zeros_(local_part(state.pop(SCORE)))
+        del wanted[SCORE]
     if sources.keys() >= state.keys():
         read_tensors(path, stored, state, sources, naming)
     else:
@@ -189,7 +189,7 @@ def unused_tensors(path: str, output: Output) -> list[str]:
     described = architecture(path, torch.float32, output)
     stored = stored_files(Path(path)).keys()
     sources = described.naming.from_disk(stored)
-    if not sources.keys() >= described.tensors.keys() - {_SCORE}:
+    if not sources.keys() >= described.tensors.keys() - {SCORE}:
         return []
     model = described.model
     silent = [*_UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
