@@ -1,10 +1,10 @@
 """The rows of a run that samples, before tokenization."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nemo_like.config.environment import REWARD_MODEL, EnvironmentConfig
 from nemo_like.config.sampling import SamplingRunConfig
-from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.datasets import (
     VALIDATION_SEED_OFFSET,
     Row,
@@ -15,6 +15,9 @@ from nemo_like.data.datasets import (
 from nemo_like.errors import UserError
 from nemo_like.models.resolve import context_for
 from nemo_like.rewards.find import load_reward, reward_spec
+
+if TYPE_CHECKING:
+    from nemo_like.data.chat import ChatTokenizer
 
 
 def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
@@ -42,7 +45,7 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
 
 
 def check_rows(
-    config: SamplingRunConfig, key: str, rows: Sequence[Row], model_path: str, chat: ChatTokenizer
+    config: SamplingRunConfig, key: str, rows: Sequence[Row], model_path: str, chat: "ChatTokenizer"
 ) -> tuple[list[Row], int]:
     """Rendered rows that fit with a completion, and the most tokens that the two may have.
 

@@ -106,8 +106,7 @@ def start_sampling(
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
-    ``critic`` starts at the same time. ``neighbours``: models that share the policy's GPUs and
-    start later.
+    ``critic`` starts at the same time; ``neighbours``, which share the policy's GPUs, later.
     """
     run, plan, path = session.run, session.cluster.plan, session.model_path
     with run.start_phase("prompts"):
