@@ -301,6 +301,8 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     model = str(tmp_path / "gemma")
     with pytest.raises(UserError, match=r"Gemma2ForCausalLM cannot be trained.*batching=padded"):
         check_architecture(model, PolicyConfig(model=model))
+    with pytest.raises(UserError, match=r"^teacher\.model=.*ForCausalLM cannot be computed with"):
+        check_architecture(model, PolicyConfig(model=model), "teacher")
     check_architecture(model, PolicyConfig(model=model, batching="padded", attention="eager"))
 
 

@@ -73,6 +73,7 @@ class RemoteModel:
             max_steps=max_steps,
             with_reference=role.with_reference,
             output=output,
+            role=group.role,
             trains=role.trains,
             log_dir=group.contexts[0].log_dir,
             num_threads=max(1, int(cluster_config.cpus_per_worker)),

@@ -60,7 +60,7 @@ class Trainer:
             multiple=self.mesh.sequence_multiple,
             context_group=self.mesh.group("cp"),
         )
-        self.diagnostics = diagnostics_of(config.debug, self.mesh, device, setup.log_dir)
+        self.diagnostics = diagnostics_of(setup, self.mesh, device)
         where = (setup.model_path, config, self.mesh, device)
         self.stages, partial = load_stages(*where, setup.output)
         self.parameters: dict[str, nn.Parameter] = {

@@ -164,7 +164,9 @@ def start_teacher(
     config: AnyConfig, session: Session, student: RemoteModel, model_path: str
 ) -> RemoteModel:
     """Bring the teacher up on the policy's bundles, laid out like it; the session ends it."""
-    teacher = config.policy.replace(lora=LoraConfig())  # nothing of it trains
+    assert config.teacher.model is not None
+    # Nothing of it trains.
+    teacher = config.policy.replace(model=config.teacher.model, lora=LoraConfig())
     group = session.new_group(teacher, model_path, "teacher")
     model = RemoteModel(
         teacher,
