@@ -87,7 +87,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     run("sft", tmp_path / "stopped", *options[:3], "sft.max_steps=4", "checkpoint.export=false")
     options += ("run.resume=true",)
     # It would end with rows left over, or run out of rows.
-    with pytest.raises(UserError, match=r"makes 4 steps, .* left make 1: .*sft.num_rows_per_step"):
+    with pytest.raises(
+        UserError,
+        match=r"makes 4 steps, .* left make 1: .*sft\.num_rows_per_step.* and leave num_epochs out",
+    ):
         run("sft", tmp_path / "stopped", *options, "sft.num_rows_per_step=64")
     resumed = run("sft", tmp_path / "stopped", *options)
     assert_same({step: resumed[step] for step in straight}, straight)

@@ -194,7 +194,7 @@ def restore(config: TextRunConfig, texts: Texts) -> None:
         f"{config.section}.num_epochs={config.passes.num_epochs} makes {texts.max_steps} steps, "
         f"and after step {done} the rows that are left make {left}: rows, run.seed or "
         f"{config.section}.{config.passes.size_key} are not those that the run began with; restore "
-        f"them, or set {config.section}.max_steps."
+        f"them, or set {config.section}.max_steps and leave num_epochs out."
     )
 
 
