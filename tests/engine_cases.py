@@ -108,6 +108,13 @@ def train(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
     return [step(trainer) for _ in range(num_steps)], parameters(trainer)
 
 
+def values_head(model_path: str) -> float:
+    """The largest number of the head of a model that gives values."""
+    setup = TrainerSetup(config=PolicyConfig(), model_path=model_path, max_steps=1, output="values")
+    trainer = Trainer(setup, torch.device("cpu"))
+    return parameters(trainer)["score.weight"].abs().max().item()
+
+
 def train_warmed_up(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
     """``train``, after a warm-up."""
     trainer = make_trainer(model_path, config)
