@@ -96,6 +96,16 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     assert_same({step: resumed[step] for step in straight}, straight)
 
 
+def test_rows_of_equal_text_pass_the_checks_of_ranks(tmp_path):
+    for name, count in (("train", 8), ("validation", 2)):
+        row = {"prompt": f"Say {name}", "completion": "hi"}
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * count)
+    files = [f"data.{name}={tmp_path}/{name}.jsonl" for name in ("train", "validation")]
+    checked = ("policy.debug.checks=true", "cluster.cpu_workers_per_node=2", "sft.max_steps=1")
+    steps = run("sft", tmp_path / "run", *checked, *files, "sft.num_rows_per_step=8")
+    assert steps[1]["train/loss"] > 0
+
+
 def test_two_ranks_change_nothing(tmp_path):
     rows = ("data.num_train_rows=96", FEW)
     options = ("dpo.max_steps=3", "loss.kind=ipo", "loss.sft_coef=0.1", *rows)

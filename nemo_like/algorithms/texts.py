@@ -55,7 +55,9 @@ class Texts:
         every = value_of(run.config, "validation.every_steps")
         for _ in run.steps(self.max_steps, {"policy": self.policy}, self.loader, validator, every):
             self.session.meter.pop()  # what start-up, a validation and a checkpoint came to
-            self.batch = self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
+            rows = unit_rows(next(self.loader), self.rows_per_unit)
+            self.batch = self.train.select(rows)
+            self.batch.rows[keys.GROUP_IDS] = torch.arange(len(rows))  # rows of equal text are two
             yield self.batch
 
     def log(self, metrics: Metrics) -> None:
