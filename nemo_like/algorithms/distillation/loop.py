@@ -104,9 +104,11 @@ def train_on_texts(
 
 def with_teacher(batch: RemoteBatch, teacher: RemoteModel, compared: Compared) -> RemoteBatch:
     """``batch`` with token columns ``teacher_ids`` and ``teacher_logprobs``."""
-    return in_parts(
+    scored = in_parts(
         batch, lambda part: teacher.top_logprobs(part, compared.top_k, compared.vocabulary)
     )
+    teacher.release_memory()  # the policy trains next, on the same devices
+    return scored
 
 
 def find_teacher(config: AnyConfig, student_path: str) -> tuple[str, Compared]:
