@@ -2,6 +2,7 @@
 option each. Also what both files say of them.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,17 @@ def load_and_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
     trainer = make_trainer(model_path, config)
     load_checkpoint(Path(folder), trainer)
     return step(trainer), parameters(trainer)
+
+
+def saved_and_measured(model_path: str, config: dict[str, Any], folder: str) -> Any:
+    """Parameters of a checkpoint as they were saved, and in a model that does not train."""
+    trainer = make_trainer(model_path, config)
+    step(trainer)
+    save_checkpoint(Path(folder), trainer)
+    measured = Trainer(replace(trainer.setup, trains=False), torch.device("cpu"))
+    assert not measured.optimizers
+    load_weights(Path(folder), measured)
+    return parameters(trainer), parameters(measured)
 
 
 def refusal(

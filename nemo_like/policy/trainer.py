@@ -76,7 +76,7 @@ class Trainer:
         self.reference: list[LogprobModel] = []
         if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
             self.reference, _ = load_stages(*where)
-        for stage in self.reference if setup.trains else self.stages:
+        for stage in self.reference:
             stage.requires_grad_(False)
         self._ddp: DistributedDataParallel | None = None
         if self.mesh.ddp and setup.trains:
