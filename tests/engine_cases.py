@@ -2,6 +2,7 @@
 option each. Also what both files say of them.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,13 @@ def train(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
     return [step(trainer) for _ in range(num_steps)], parameters(trainer)
 
 
+def values_head(model_path: str) -> float:
+    """The largest number of the head of a model that gives values."""
+    setup = TrainerSetup(config=PolicyConfig(), model_path=model_path, max_steps=1, output="values")
+    trainer = Trainer(setup, torch.device("cpu"))
+    return parameters(trainer)["score.weight"].abs().max().item()
+
+
 def train_warmed_up(model_path: str, config: dict[str, Any], num_steps: int) -> Any:
     """``train``, after a warm-up."""
     trainer = make_trainer(model_path, config)
@@ -187,6 +195,17 @@ def load_and_go_on(model_path: str, config: dict[str, Any], folder: str) -> Any:
     trainer = make_trainer(model_path, config)
     load_checkpoint(Path(folder), trainer)
     return step(trainer), parameters(trainer)
+
+
+def saved_and_measured(model_path: str, config: dict[str, Any], folder: str) -> Any:
+    """Parameters of a checkpoint as they were saved, and in a model that does not train."""
+    trainer = make_trainer(model_path, config)
+    step(trainer)
+    save_checkpoint(Path(folder), trainer)
+    measured = Trainer(replace(trainer.setup, trains=False), torch.device("cpu"))
+    assert not measured.optimizers
+    load_weights(Path(folder), measured)
+    return parameters(trainer), parameters(measured)
 
 
 def refusal(

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint.state_dict_loader as dcp_load
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
@@ -25,6 +25,7 @@ from nemo_like.policy.parallel.full_tensors import local_part
 from nemo_like.policy.state.files import AsStored, read_tensors, stored_files
 from nemo_like.policy.state.state import export_folder, refit_tensors
 from nemo_like.policy.trainer import Trainer
+from nemo_like.policy.trainer_setup import TrainerSetup
 from tests.engine_cases import make_trainer, step
 from tests.exported_models import EAGER
 from tests.three_steps import LENGTHS, PROMPTS, make_rows
@@ -74,6 +75,24 @@ def train_and_export(path: str, config: dict[str, Any], folder: str) -> Any:
     if trainer.config.lora.rank:
         found.append(largest_difference(ours, logprobs_in(with_adapter(path, target / "adapter"))))
     return found
+
+
+@torch.no_grad()
+def values_of_the_adapter(path: str, config: dict[str, Any], folder: str) -> Any:
+    """The value of a row by an export and by its ``adapter`` in peft; head and adapters trained."""
+    policy = PolicyConfig().replace(**config)
+    setup = TrainerSetup(config=policy, model_path=path, max_steps=1, output="values")
+    trainer = Trainer(setup, torch.device("cpu"))
+    for parameter in trainer.parameters.values():
+        nn.init.normal_(local_part(parameter), std=0.1)
+    export_folder(trainer, Path(folder), write=True)
+    import peft
+
+    kind: Any = AutoModelForSequenceClassification
+    base = kind.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, Path(folder) / "adapter")
+    merged, ids = kind.from_pretrained(folder, dtype=torch.float32), torch.arange(3, 13)[None]
+    return [one.eval()(input_ids=ids).logits.item() for one in (merged, adapted)]
 
 
 def policy_logprobs(trainer: Trainer) -> list[Tensor]:

@@ -278,6 +278,11 @@ def test_a_key_that_would_do_nothing_beside_others_is_refused(overrides, key, wh
             "use fp16",
         ),
         (
+            [DDP, "ddp.compression=powersgd"],
+            "ddp.compression=powersgd needs NCCL",
+            "use fp16",
+        ),
+        (
             [DDP, "ddp.compression=powersgd", "grpo.max_steps=10"],
             "powersgd begins after 10 optimizer steps, and the last is grpo.max_steps=10",
             "set it to none",
@@ -380,7 +385,8 @@ INTERLEAVED = "policy.parallel.pipeline_schedule=interleaved"
 @pytest.mark.parametrize(
     "overrides",
     [
-        [DDP, RANKS, "policy.parallel.ddp.compression=powersgd", "policy.dtype=bfloat16"],
+        [DDP, GPUS, "policy.parallel.ddp.compression=powersgd", "policy.dtype=bfloat16"],
+        [DDP, RANKS, "policy.parallel.ddp.compression=fp16", "policy.dtype=bfloat16"],
         [RANKS, "policy.parallel.pipeline_parallel_size=2", "policy.compile=true", INTERLEAVED],
         [GPUS, "policy.parallel.replicate_size=2", "policy.debug.checks=true"],
         [GPUS, "policy.parallel.context_parallel_size=4", "policy.offload=all"],

@@ -247,7 +247,11 @@ def test_overlong_prompts_are_refused_by_number_or_dropped_and_counted(
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}, {"prompt": "b" * 50}))
     chat = ChatTokenizer(tiny_model())
     shortest = len(chat.render(rows[0].messages))
-    limits = {"micro_batch_tokens": 9999, "context": shortest + 8, "max_new_tokens": 8}
+    limits = {
+        "micro_batch_tokens": 9999,
+        "context": shortest + 8,
+        "longest_completion": ("generation.max_new_tokens", 8),
+    }
     with pytest.raises(
         UserError,
         match=rf"row 1 has {shortest + 49} tokens \(the first row is 0\), and the model's context",
@@ -271,7 +275,8 @@ def test_a_template_that_fails_names_the_row(tmp_path, tiny_model):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turn') }}")
     rows = load(write_rows(tmp_path / "r.jsonl", {"prompt": "a"}))
     with pytest.raises(UserError, match="row 0: the chat template fails: no system turn"):
-        check_lengths(rows, ChatTokenizer(str(folder)), 99, 99, 9, PromptsConfig(), "data.train")
+        limits = (99, 99, ("generation.max_new_tokens", 9))
+        check_lengths(rows, ChatTokenizer(str(folder)), *limits, PromptsConfig(), "data.train")
 
 
 def test_special_tokens_come_from_the_template_alone(tmp_path, tiny_model):
@@ -350,6 +355,29 @@ def test_fewer_prompts_than_a_step_takes_are_said(tmp_path, tiny_model, caplog):
     loader, *_ = prompts_of(config)
     assert "data.train has 3 prompts, and grpo.num_prompts_per_step=4 repeats some" in caplog.text
     assert len({row.index for row in loader.next_rows(4)}) == 3
+
+
+def test_the_engine_has_room_for_the_completions_of_validations(tmp_path, tiny_model):
+    """Rows that train keep theirs, and need not leave room for more."""
+    train, held_out = (
+        write_rows(tmp_path / f"{one[0]}.jsonl", {"prompt": one, "answer": "1"})
+        for one in ("a" * 8, "b" * 4)
+    )
+    told = [f"data.train={train}", f"data.validation={held_out}", f"policy.model={tiny_model()}"]
+    told.append("environment.reward=math")
+
+    def longest(*overrides):
+        return prompts_of(compose_config(CONFIGS, "grpo", [*told, *overrides]))[2]
+
+    shorter = len(ChatTokenizer(tiny_model()).render([{"role": "user", "content": "b" * 4}]))
+    assert longest() == shorter + 4 + 64
+    assert longest("validation.max_new_tokens=200") == shorter + 200
+    # What is only measured needs no room in a micro-batch.
+    assert (
+        longest("validation.max_new_tokens=200", "policy.micro_batch_tokens=128") == shorter + 200
+    )
+    with pytest.raises(UserError, match=r"row 0 has .* lower validation\.max_new_tokens"):
+        longest("validation.max_new_tokens=250")
 
 
 # The order of prompts.

@@ -735,12 +735,14 @@ def test_a_part_of_which_no_row_is_left_is_named():
 
 # Cut rows.
 
+SEVEN = ("generation.max_new_tokens", 7)
+
 
 def prompt_of(chat, overlong, room):
     config, text = PromptsConfig(overlong=overlong), "ABCDEFGHIJ"
     rows = rows_with([{"role": "system", "content": "s"}, {"role": "user", "content": text}])
     most = len(chat.render(rows[0].messages)) - len(text) + room
-    return check_lengths(rows, chat, 4096, most + 7, 7, config, "data.train")[0]
+    return check_lengths(rows, chat, 4096, most + 7, SEVEN, config, "data.train")[0]
 
 
 def rows_with(messages):
@@ -769,7 +771,7 @@ def test_a_cut_prompt_always_fits_and_keeps_one_end(tmp_path_factory, text, room
         most = len(chat.render([{"role": "user", "content": ""}])) + room
         try:
             kept, longest = check_lengths(
-                rows, chat, 4096, most + 7, 7, PromptsConfig(overlong=overlong), "data.train"
+                rows, chat, 4096, most + 7, SEVEN, PromptsConfig(overlong=overlong), "data.train"
             )
         except UserError:
             continue  # nothing would be left

@@ -4,6 +4,8 @@ import json
 import logging
 import re
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.debug import DebugConfig
+from nemo_like.config.policy import PolicyConfig
 from nemo_like.errors import RunError
 from nemo_like.observe.metrics import Reduce, values
 from nemo_like.policy.debug.checks import (
@@ -25,8 +28,9 @@ from nemo_like.policy.debug.checks import (
     fingerprint_rows,
     memory_metrics,
 )
-from nemo_like.policy.debug.diagnostics import HangReport
+from nemo_like.policy.debug.diagnostics import DebugDiagnostics, HangReport
 from nemo_like.policy.debug.profile import StepProfiles
+from nemo_like.policy.trainer_setup import TrainerSetup
 
 CPU = torch.device("cpu")
 ULP_AT_1 = 2.0**-23
@@ -189,6 +193,18 @@ def timed_collectives():
 
 def test_a_rank_that_waits_in_a_collective_reports_where_it_stands(pool, tmp_path):
     pool.run(2, f"{__name__}:hang_in_all_reduce", tmp_path)
+
+
+def test_each_model_has_hang_reports_of_its_own(tmp_path):
+    config = PolicyConfig(debug=DebugConfig(hang_report_s=9))
+    for role in ("policy", "critic"):
+        setup = TrainerSetup(
+            config=config, model_path="", max_steps=1, role=role, log_dir=str(tmp_path)
+        )
+        mesh: Any = SimpleNamespace(rank=1)
+        hangs = DebugDiagnostics(setup, mesh, CPU)._hangs
+        assert hangs is not None
+        assert hangs._path == tmp_path / f"hang-{role}-1.txt"
 
 
 def hang_in_all_reduce(folder):

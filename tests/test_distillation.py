@@ -4,18 +4,17 @@ import json
 import math
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_like.algorithms.distillation.loop import (
-    Compared,
-    find_teacher,
-)
+from nemo_like.algorithms.distillation.loop import Compared, find_teacher, with_teacher
 from nemo_like.batch import keys
 from nemo_like.compose.load import compose_config
 from nemo_like.config.losses import DistillationLossConfig
+from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import RunError, UserError
 from nemo_like.losses.distillation import divergence
 from nemo_like.models.resolve import resolve_model
@@ -236,6 +235,17 @@ def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(k, pool, pair
     ((steps, _),) = pool.run(1, f"{CASES}:two_steps", student, student, {}, LOSS, k)
     assert steps[0]["loss"] == pytest.approx(0.0, abs=1e-6)
     assert steps[0]["grad_norm"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_teacher_leaves_the_devices_to_the_policy_that_trains_next():
+    called, rows = [], {"seeds": torch.arange(3)}
+    teacher: Any = SimpleNamespace(
+        top_logprobs=lambda part, k, vocabulary: called.append(len(part)),
+        release_memory=lambda: called.append("released"),
+    )
+    batch = RemoteBatch(lengths=torch.ones(3, dtype=torch.int64), rows=rows)
+    assert len(with_teacher(batch, teacher, Compared(top_k=2))) == 3
+    assert called == [3, "released"]
 
 
 # Runs

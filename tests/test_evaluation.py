@@ -6,9 +6,12 @@ import shutil
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import combinations
+from pathlib import Path
 
 import pytest
+from transformers import MistralConfig, MistralForCausalLM
 
+from nemo_like.algorithms.eval import loop
 from nemo_like.algorithms.eval.config import EvalConfig, EvalSection
 from nemo_like.algorithms.eval.report import Measured, table
 from nemo_like.algorithms.eval.statistics import (
@@ -269,6 +272,19 @@ def test_a_checkpoint_with_adapters_is_evaluated_with_its_own(tmp_path):
     assert said.endswith("set it to 16.0.")
 
 
+def test_a_model_that_trains_with_padded_rows_alone_is_evaluated(tmp_path, tiny_model, local_ray):
+    """An evaluation has no key for rows of the policy, as it computes nothing there."""
+    source = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    vocab = json.loads((source / "config.json").read_text())["vocab_size"]
+    config = MistralConfig(vocab_size=vocab, sliding_window=32, **shape, **heads, **ids)
+    MistralForCausalLM(config).save_pretrained(source)
+    report, _ = evaluate(tmp_path / "eval", f"policy.model={source}")
+    assert report["num_prompts"] == 8
+
+
 def test_another_checkpoint_gives_other_completions(exported, tmp_path, local_ray):
     _, samples = evaluate(tmp_path, "validation.num_generations_per_prompt=2")
     assert [one["index"] for one in samples] == [0, 1] * 8
@@ -289,7 +305,7 @@ def test_a_checkpoint_out_of_place_or_damaged_says_so(straight, tmp_path, local_
         compose_config(ROOT / "configs", "grpo", [f"policy.model={alone}"])
 
 
-def test_rows_of_a_file_are_scored_by_their_reward_function(tmp_path, local_ray):
+def test_rows_of_a_file_are_scored_by_their_reward_function(tmp_path, local_ray, monkeypatch):
     rows = [{"prompt": "1+1=", "answer": "2", "kind": k} for k in ("a", "b", "b")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text(
@@ -309,5 +325,12 @@ def test_rows_of_a_file_are_scored_by_their_reward_function(tmp_path, local_ray)
     assert report["majority_at"]["2"]["mean"] == pytest.approx(1 / 3)
     assert report["categories"]["b"]["reward"]["mean"] == 0.5
     assert [one["answer"] for one in samples] == ["a", "a", "b", "b", "b", "b"]
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompt, completion, kind, **fields):\n    assert kind == 'a', 'no score'\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.setattr(loop, "PROMPTS_AT_ONCE", 1)
+    report, _ = evaluate(tmp_path / "one", *options[:3], small=SMALL[:2])
+    assert (report["num_failed"], report["reward"]["num_prompts"]) == (4, 1)
     with pytest.raises(UserError, match=r"row 0 of data.validation has no such field .*answer"):
         evaluate(tmp_path / "other", *options, "eval.category_field=sort", small=SMALL[:2])

@@ -8,15 +8,18 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from nemo_like.algorithms.eval.config import EvalConfig
 from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig
 from nemo_like.errors import UserError
 from nemo_like.models.adapter_places import expected_adapters
 from nemo_like.models.naming import plain_name
 from nemo_like.models.resolve import resolve_model
+from nemo_like.planning.model_shape import role_of
 from nemo_like.policy.lora import adapters_of, add_adapters, initialize_adapters
 from nemo_like.refit.buckets import is_adapter, plan_refit
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference
+from tests.export_cases import CASES as EXPORTS
 from tests.small_runs import run, small_config
 from tests.test_evaluation import evaluate
 
@@ -230,6 +233,24 @@ def test_refits_of_adapters_go_on_after_a_resume_and_measure_a_checkpoint(merged
         for refit in ("merged", "adapters")
     ]
     assert results[0] == results[1]
+
+
+def test_an_evaluation_trains_nothing_and_has_the_adapters_of_its_checkpoint(
+    pool, four_layers, tmp_path, one_rank
+):
+    assert not role_of(EvalConfig()).trains
+    case = f"{CASES}:saved_and_measured", four_layers(), LORA, str(tmp_path)
+    saved, measured = pool.run(2, *case)[0]
+    assert largest_difference(saved, measured) == 0
+    assert largest_difference(saved, one_rank[0]) > 0
+
+
+def test_the_adapter_of_a_model_of_values_has_its_head(pool, four_layers, tmp_path):
+    pytest.importorskip("peft")
+    case = f"{EXPORTS}:values_of_the_adapter", four_layers(), LORA, str(tmp_path / "final")
+    merged, adapted = pool.run(1, *case)[0]
+    assert abs(merged) > 1e-3
+    assert adapted == pytest.approx(merged, abs=1e-5)
 
 
 def test_a_run_refits_merged_weights_and_exports_both_forms(merged_run):

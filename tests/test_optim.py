@@ -155,7 +155,7 @@ def measure_on_two():
         clip_gradients(named, norm, limit)
         clipped[limit] = (norm.item(), whole(model.weight.grad).norm().item())
     broken = with_gradient(model, [[3.0], [math.nan]])
-    error = explain_non_finite(gradient_norm(broken), broken, rank, "Look at the data.")
+    error = explain_non_finite(gradient_norm(broken), broken, rank)
     # Two pipeline stages: one has a gradient of 3 and the embedding, the other 4 and its copy.
     stage = {name: nn.Parameter(torch.zeros(1)) for name in (f"layers.{rank}", "head")}
     stage[f"layers.{rank}"].grad = torch.tensor([3.0 + rank])
@@ -233,7 +233,9 @@ def test_a_nan_is_named_on_the_rank_that_has_it(two_ranks):
     assert (elsewhere, here) == ([], ["weight"])
     assert own == (
         "The gradient norm is nan (rank 1: 1 parameters, first weight); stopped before the "
-        "optimizer step. Look at the data."
+        "optimizer step. Begin a new run with a lower learning rate (policy.optimizer.lr; a "
+        "resumed run keeps its own), or "
+        "look at the step's rows (where the run samples: trajectories.jsonl)."
     )
     assert "rank 0: all finite, so they are on another rank" in other
 
@@ -298,7 +300,8 @@ def test_parameters_without_a_gradient_do_not_count():
 def test_only_the_first_three_of_many_parameters_are_named():
     named = plain([math.nan], [1.0], [math.inf], [-math.inf], [math.nan])
     assert non_finite_gradients(named) == ["0", "2", "3", "4"]
-    error = explain_non_finite(gradient_norm(named), named, 2, "Lower the rate.")
+    error = explain_non_finite(gradient_norm(named), named, 2)
+    assert "Begin a new run with a lower learning rate" in str(error)
     assert "rank 2: 4 parameters, first 0, 2, 3)" in str(error)
 
 

@@ -238,15 +238,20 @@ def test_checkpoint_continues_bit_for_bit_and_on_other_rank_counts(tiny_model, t
 
 def test_export_is_a_complete_folder_with_ties_and_tokenizer_as_they_were(tiny_model, tmp_path):
     source = shutil.copytree(tiny_model("llama", True), tmp_path / "model")
-    # As of a run with adapters, in a folder of models that nobody may change.
-    (source / "adapter").mkdir()
-    (source / "adapter" / "adapter_config.json").write_text("{}")
+    # As of a run with adapters, in a folder of models that nobody may change, with a run in it.
+    left_out = ("adapter/adapter_config.json", ".git/HEAD", ".gitattributes", "model.onnx")
+    for name in (*left_out, "runs/mine/log", templates := "additional_chat_templates/x.jinja"):
+        (source / name).parent.mkdir(exist_ok=True, parents=True)
+        (source / name).write_text("{}")
     (source / "config.json").chmod(0o444)
     source.chmod(0o555)
     with make_policy(str(source), tmp_path) as policy:
-        policy.export(str(tmp_path / "out"))
+        policy.export(str(source / "runs" / "final"))
     source.chmod(0o755)
-    assert not (tmp_path / "out" / "adapter").exists(), "its weights are merged"
+    (source / "runs" / "final").rename(tmp_path / "out")
+    kept = {path.name for path in source.iterdir()} - {name.partition("/")[0] for name in left_out}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == kept - {"runs"}
+    assert (tmp_path / "out" / templates).exists()
     for path in (tmp_path / "out", tmp_path / "out" / "config.json"):
         assert path.stat().st_mode & stat.S_IWUSR
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
@@ -296,6 +301,8 @@ def test_an_architecture_that_packing_would_get_wrong_is_refused_and_padding_is_
     model = str(tmp_path / "gemma")
     with pytest.raises(UserError, match=r"Gemma2ForCausalLM cannot be trained.*batching=padded"):
         check_architecture(model, PolicyConfig(model=model))
+    with pytest.raises(UserError, match=r"^teacher\.model=.*ForCausalLM cannot be computed with"):
+        check_architecture(model, PolicyConfig(model=model), "teacher")
     check_architecture(model, PolicyConfig(model=model, batching="padded", attention="eager"))
 
 

@@ -242,6 +242,29 @@ def test_failures_of_an_evaluation_are_those_of_a_validation(tmp_path):
     assert (record["phase"], record["reasons"]) == ("validation", {"late": 1})
 
 
+def test_an_evaluation_is_refused_as_a_whole_for_its_failures(tmp_path):
+    """A part of it may well have a single row, whose reward fails."""
+    rows = {keys.GROUP_IDS: torch.arange(4), keys.SIBLINGS: torch.zeros(4)}
+
+    def checked(*parts, most=1.0):
+        environment = CONFIG.environment.replace(max_failed_share=most)
+        failures = RewardFailures(environment, tmp_path, -1)
+        for step, failed in enumerate(parts, start=1):
+            mask = {keys.SAMPLE_MASK: torch.arange(4) >= failed}
+            errors = {"no judge": failed} if failed else {}
+            results = [SimpleNamespace(errors=errors, dropped_metrics={})]
+            failures.check(step, "validation", rows | mask, results, is_part=True)  # pyright: ignore
+        failures.check_parts("the evaluation")
+
+    checked(0, 0)
+    checked(0, 4)
+    checked(0, 2, most=0.25)
+    with pytest.raises(RunError, match="on all 8 completions of the evaluation; first: no judge"):
+        checked(4, 4)
+    with pytest.raises(RunError, match=r"on 4 of 8 .* most often \(4\): no judge"):
+        checked(0, 4, most=0.25)
+
+
 def test_of_more_groups_than_a_step_takes_the_first_are_kept():
     source, _ = source_of(num_replicas=3)  # three prompts are sampled where one is missing
 

@@ -3,11 +3,19 @@
 import json
 import random
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from nemo_like.algorithms import texts
+from nemo_like.batch import keys
 from nemo_like.compose.load import compose_config
+from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.errors import UserError
+from nemo_like.observe.metrics import Metric, Reduce
 from tests.small_runs import ROOT, SEEDS, records, run_config
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -87,10 +95,47 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     run("sft", tmp_path / "stopped", *options[:3], "sft.max_steps=4", "checkpoint.export=false")
     options += ("run.resume=true",)
     # It would end with rows left over, or run out of rows.
-    with pytest.raises(UserError, match=r"makes 4 steps, .* left make 1: .*sft.num_rows_per_step"):
+    with pytest.raises(
+        UserError,
+        match=r"makes 4 steps, .* left make 1: .*sft\.num_rows_per_step.* and leave num_epochs out",
+    ):
         run("sft", tmp_path / "stopped", *options, "sft.num_rows_per_step=64")
     resumed = run("sft", tmp_path / "stopped", *options)
     assert_same({step: resumed[step] for step in straight}, straight)
+
+
+def test_rows_of_equal_text_pass_the_checks_of_ranks(tmp_path):
+    for name, count in (("train", 8), ("validation", 2)):
+        row = {"prompt": f"Say {name}", "completion": "hi"}
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * count)
+    files = [f"data.{name}={tmp_path}/{name}.jsonl" for name in ("train", "validation")]
+    checked = ("policy.debug.checks=true", "cluster.cpu_workers_per_node=2", "sft.max_steps=1")
+    steps = run("sft", tmp_path / "run", *checked, *files, "sft.num_rows_per_step=8")
+    assert steps[1]["train/loss"] > 0
+
+
+def test_held_out_rows_come_to_a_model_in_parts_with_the_counts_of_all(monkeypatch):
+    monkeypatch.setattr(texts, "_ROWS_PER_CALL", 4)
+    tokens = torch.tensor([1, 2, 3, 4, 5, 6, 0, 8, 9, 10])  # a pair does not train
+    rows = {keys.NUM_LOSS_TOKENS: tokens, keys.SAMPLE_MASK: torch.ones(10, dtype=torch.bool)}
+    called = []
+
+    def evaluate(batch, loss, counts, *, rows_per_unit):
+        called.append(batch.rows[keys.NUM_LOSS_TOKENS].tolist())
+        share = len(batch) / counts.sequences
+        return {"train/loss": Metric(share, reduce=Reduce.sum), "of": Metric(counts.tokens)}
+
+    session = SimpleNamespace(run=SimpleNamespace(span=lambda _: nullcontext()))
+    live: Any = SimpleNamespace(
+        held_out=RemoteBatch(lengths=tokens + 1, rows=rows),
+        policy=SimpleNamespace(evaluate=evaluate),
+        rows_per_unit=2,
+        session=session,
+        loss=object(),
+    )
+    found = texts.Texts.validate(live, 1)
+    assert called == [[1, 2, 3, 4], [5, 6, 9, 10]]
+    assert (found["validation/loss"].value, found["validation/of"].value) == (1.0, 40)
 
 
 def test_two_ranks_change_nothing(tmp_path):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.config.optimizer import LoraConfig, OptimizerConfig
 from nemo_like.config.policy import ParallelConfig
+from nemo_like.models.build import model_class
 from nemo_like.policy.state.loading import unused_tensors
 from tests.engine_cases import CASES, TOLERANCE, ddp, largest_difference, schedule
 from tests.layouts import LAYOUTS
@@ -224,6 +225,20 @@ def test_other_folders_load_equally(tied, name, pool, four_layers, tmp_path):
     (tmp_path / "bin" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
     assert largest_difference(loaded(pool, tmp_path / "bin", name), expected) == 0
+
+
+def test_the_head_of_a_reward_model_in_other_files_is_kept(pool, four_layers, tmp_path):
+    folder = Path(shutil.copytree(four_layers("llama", False), tmp_path / "bin"))
+    kind, settings = model_class(str(folder), "values")
+    model = kind.from_pretrained(folder, config=settings)
+    (folder / "model.safetensors").unlink()
+    for head in (0.5, None):
+        state = model.state_dict()
+        state["score.weight"].fill_(head or 1.0)
+        if head is None:
+            del state["score.weight"]
+        torch.save(state, folder / "pytorch_model.bin")
+        assert pool.run(1, f"{CASES}:values_head", str(folder))[0] == (head or 0.0)
 
 
 def without_a_tensor(tensors, config):

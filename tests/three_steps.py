@@ -12,6 +12,7 @@ from nemo_like.batch.tensor_batch import TensorBatch, prompt_columns
 from nemo_like.config.losses import LossConfig, PreferenceLossConfig
 from nemo_like.config.optimizer import OptimizerConfig
 from nemo_like.config.policy import PolicyConfig
+from nemo_like.distributed.remote_batch import prompts_of
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 from nemo_like.losses.policy_gradient import ClippedPGLoss
 from nemo_like.losses.preference import PreferenceLoss
@@ -19,7 +20,6 @@ from nemo_like.losses.protocol import Denominators
 from nemo_like.observe.metrics import values
 from nemo_like.planning.layout import bins_for_pipeline
 from nemo_like.policy import scoring
-from nemo_like.policy.remote_model import prompts_of
 from nemo_like.policy.state.state import model_tensors
 from nemo_like.policy.trainer import Trainer
 from nemo_like.policy.trainer_setup import TrainerSetup

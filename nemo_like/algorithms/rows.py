@@ -1,12 +1,23 @@
 """The rows of a run that samples, before tokenization."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nemo_like.config.environment import REWARD_MODEL, EnvironmentConfig
 from nemo_like.config.sampling import SamplingRunConfig
-from nemo_like.data.datasets import VALIDATION_SEED_OFFSET, Row, load_rows, without_overlap
+from nemo_like.data.datasets import (
+    VALIDATION_SEED_OFFSET,
+    Row,
+    check_lengths,
+    load_rows,
+    without_overlap,
+)
 from nemo_like.errors import UserError
+from nemo_like.models.resolve import context_for
 from nemo_like.rewards.find import load_reward, reward_spec
+
+if TYPE_CHECKING:
+    from nemo_like.data.chat import ChatTokenizer
 
 
 def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
@@ -31,6 +42,25 @@ def read_rows(config: SamplingRunConfig) -> dict[str, list[Row]]:
         for name, one in config.environment.by_name.items():
             _check_fields([row for row in rows if row.environment == name], one, key)
     return found
+
+
+def check_rows(
+    config: SamplingRunConfig, key: str, rows: Sequence[Row], model_path: str, chat: "ChatTokenizer"
+) -> tuple[list[Row], int]:
+    """Rendered rows that fit with a completion, and the most tokens that the two may have.
+
+    Raises UserError as ``check_lengths`` does, for rows of ``key``.
+    """
+    if not rows:
+        return [], 0
+    completion = config.longest_completion(key)
+    context = context_for(model_path, *completion)
+    each = config.environment.by_name.values()
+    # What is only measured needs no room in a micro-batch; turns are cut where training's are.
+    measured = key == "data.validation" and all(one.is_single_turn for one in each)
+    most = context if measured or not config.trains else config.policy.micro_batch_tokens
+    kept, longest = check_lengths(rows, chat, most, context, completion, config.data, key)
+    return kept, longest + completion[1]
 
 
 def _check_environments(rows: Sequence[Row], environment: EnvironmentConfig, key: str) -> None:

@@ -17,11 +17,12 @@ from nemo_like.algorithms.checks import (
     warn_of_mismatch,
 )
 from nemo_like.algorithms.engine_size import engine_config, share_gpus
+from nemo_like.algorithms.rows import check_rows
 from nemo_like.algorithms.session import Session
 from nemo_like.config.policy import PolicyConfig
 from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.data.datasets import Row, check_lengths, fingerprint
+from nemo_like.data.datasets import Row, fingerprint
 from nemo_like.data.loader import GroupFeed, PromptLoader, RowLoader
 from nemo_like.distributed.remote_batch import RemoteBatch
 from nemo_like.distributed.waiting import IMPORTING_ENGINE, STARTING_ENGINE
@@ -29,7 +30,7 @@ from nemo_like.distributed.worker import Worker
 from nemo_like.doors import absolute
 from nemo_like.generation.protocol import EngineConfig
 from nemo_like.generation.worker import Generation
-from nemo_like.models.resolve import context_for
+from nemo_like.models.resolve import context_length
 from nemo_like.observe.metrics import Metrics
 from nemo_like.observe.trajectory_files import Resumed
 from nemo_like.planning.model_shape import role_of
@@ -57,6 +58,7 @@ class Sampling:
     rollouts: RolloutSource
     feed: GroupFeed[Row]
     validation_rows: list[Row]
+    failures: RewardFailures
     num_made: int = 0
     """Steps that this execution has begun."""
     batch: RemoteBatch | None = None
@@ -104,8 +106,7 @@ def start_sampling(
 ) -> Sampling:
     """Render and check every prompt, then bring up models and engines; raises UserError.
 
-    ``critic`` starts at the same time. ``neighbours``: models that share the policy's GPUs and
-    start later.
+    ``critic`` starts at the same time; ``neighbours``, which share the policy's GPUs, later.
     """
     run, plan, path = session.run, session.cluster.plan, session.model_path
     with run.start_phase("prompts"):
@@ -135,6 +136,7 @@ def start_sampling(
         session.check_folders()
         _start_workers(config, list(models.values()), generation, setup, plan)
     run.restore(models)
+    failures = RewardFailures(config.environment, run.dir, run.first_step or -1)
     rollouts = RolloutSource(
         config,
         generation=generation,
@@ -142,7 +144,7 @@ def start_sampling(
         feed=feed,
         validation_rows=validation_rows,
         stop_token_ids=chat.eos_token_ids,
-        failures=RewardFailures(config.environment, run.dir, run.first_step or -1),
+        failures=failures,
         span=run.span,
         show=run.show,
     )
@@ -154,14 +156,21 @@ def start_sampling(
         rollouts=rollouts,
         feed=feed,
         validation_rows=validation_rows,
+        failures=failures,
     )
 
 
 def _trained(config: SamplingRunConfig) -> PolicyConfig:
-    """The policy's configuration, which offloads nothing where there is no optimizer state."""
-    if config.trains or config.policy.offload != "auto":
-        return config.policy
-    return config.policy.replace(offload="none")
+    """The policy's configuration.
+
+    One that never trains has no optimizer state to offload, and computes nothing: it takes any
+    model that transformers can run.
+    """
+    policy = config.policy
+    if config.trains:
+        return policy
+    offload = "none" if policy.offload == "auto" else policy.offload
+    return policy.replace(offload=offload, batching="padded", attention="eager")
 
 
 def rollout_setup(
@@ -172,6 +181,9 @@ def rollout_setup(
     used = {row.environment for row in rows}
     each = with_absolute_paths(config.environment).by_name
     environments = {name: one for name, one in each.items() if name in used}
+    most_tokens = engine.max_model_len  # of validations too, whose completions may be longer
+    if config.trains:
+        most_tokens = min(most_tokens, config.policy.micro_batch_tokens)
     num_processes = sum(one.num_processes for one in environments.values())
     return RolloutSetup(
         backend=absolute(config.generation.backend),
@@ -187,7 +199,7 @@ def rollout_setup(
             first_open=feed.first_open,
             used=feed.used,
         ),
-        most_tokens=engine.max_model_len,
+        most_tokens=most_tokens,
         most_turns=config.environment.most_turns,
         shares_prompts=config.policy.batching == "shared",
         trajectories_gib=config.logging.trajectories_gib,
@@ -208,17 +220,12 @@ def read_prompts(
 
     ``rows_of``: see ``Session.rows``. Raises UserError for a row that does not fit.
     """
-    key, most_new = config.longest_completion
-    context = context_for(model_path, key, most_new)
     check_reward_models(config.environment, rows_of, chat)
-    longest, room = 0, context
     checked: dict[str, list[Row]] = {}
+    most = 0
     for name, rows in rows_of.items():
-        most_tokens = config.policy.micro_batch_tokens if config.trains else context
-        checked[name], most = check_lengths(
-            rows, chat, most_tokens, context, most_new, config.data, name
-        )
-        longest, room = max(longest, most), min(room, most_tokens)
+        checked[name], longest = check_rows(config, name, rows, model_path, chat)
+        most = max(most, longest)
     train = checked["data.train"]
     least = config.loop.num_prompts_per_step
     if config.trains and len(train) < least:
@@ -228,9 +235,10 @@ def read_prompts(
             config.section,
             least,
         )
+    room = context_length(model_path)
     if config.trains:
         warn_of_adapters(config)
-    most = longest + most_new
+        room = min(room, config.policy.micro_batch_tokens)
     for environment in config.environment.by_name.values():
         if not environment.is_single_turn:
             most = max(most, min(room, environment.max_tokens or room))

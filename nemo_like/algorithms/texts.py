@@ -15,11 +15,11 @@ from nemo_like.config.section import value_of
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.data.chat import ChatTokenizer
 from nemo_like.data.mixtures import EpochLoader, MixtureLoader
-from nemo_like.distributed.remote_batch import RemoteBatch
+from nemo_like.distributed.remote_batch import RemoteBatch, counts_of, trained
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Loss
 from nemo_like.models.resolve import context_length
-from nemo_like.observe.metrics import Metric, Metrics, Reduce
+from nemo_like.observe.metrics import Metric, Metrics, Reduce, merge
 from nemo_like.planning.model_shape import role_of
 from nemo_like.planning.offload import Neighbours
 from nemo_like.policy.remote_model import RemoteModel
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # A step fetches whole chunks of the rows that it needs; smaller ones are more objects to keep.
 _ROWS_PER_CHUNK = 64
-# Rows of one call to a model: a whole data set at once may not fit a device.
+# Rows of one call to a model, in whole units: a whole data set at once may not fit a device.
 _ROWS_PER_CALL = 1024
 
 
@@ -55,7 +55,9 @@ class Texts:
         every = value_of(run.config, "validation.every_steps")
         for _ in run.steps(self.max_steps, {"policy": self.policy}, self.loader, validator, every):
             self.session.meter.pop()  # what start-up, a validation and a checkpoint came to
-            self.batch = self.train.select(unit_rows(next(self.loader), self.rows_per_unit))
+            rows = unit_rows(next(self.loader), self.rows_per_unit)
+            self.batch = self.train.select(rows)
+            self.batch.rows[keys.GROUP_IDS] = torch.arange(len(rows))  # rows of equal text are two
             yield self.batch
 
     def log(self, metrics: Metrics) -> None:
@@ -78,7 +80,15 @@ class Texts:
         assert self.held_out is not None
         assert self.loss is not None
         with self.session.run.span("validation"):
-            found = self.policy.evaluate(self.held_out, self.loss, rows_per_unit=self.rows_per_unit)
+            unit, loss = self.rows_per_unit, self.loss
+            measured = trained(self.held_out, unit)
+            counts = counts_of(measured)
+            found = merge(
+                [
+                    self.policy.evaluate(part, loss, counts, rows_per_unit=unit)
+                    for part in _parts(measured)
+                ]
+            )
         return {f"validation/{name.rpartition('/')[2]}": metric for name, metric in found.items()}
 
 
@@ -194,7 +204,7 @@ def restore(config: TextRunConfig, texts: Texts) -> None:
         f"{config.section}.num_epochs={config.passes.num_epochs} makes {texts.max_steps} steps, "
         f"and after step {done} the rows that are left make {left}: rows, run.seed or "
         f"{config.section}.{config.passes.size_key} are not those that the run began with; restore "
-        f"them, or set {config.section}.max_steps."
+        f"them, or set {config.section}.max_steps and leave num_epochs out."
     )
 
 
@@ -209,17 +219,18 @@ def unit_rows(units: list[int], rows_per_unit: int) -> torch.Tensor:
 
 
 def in_parts(batch: RemoteBatch, add: Callable[[RemoteBatch], None]) -> RemoteBatch:
-    """``batch`` with the columns that ``add`` gives to each of its parts, one call after another.
+    """``batch`` with the columns that ``add`` gives to each of its parts, call by call."""
+    for part in (parts := _parts(batch)):
+        add(part)
+    return RemoteBatch.concatenate(parts)
 
-    Rows of a unit stay in one part.
-    """
-    parts = [
+
+def _parts(batch: RemoteBatch) -> list[RemoteBatch]:
+    """Rows of one call each; those of a unit stay in one part."""
+    return [
         batch.select(range(first, min(first + _ROWS_PER_CALL, len(batch))))
         for first in range(0, len(batch), _ROWS_PER_CALL)
     ]
-    for part in parts:
-        add(part)
-    return RemoteBatch.concatenate(parts)
 
 
 def _fingerprint(batch: TensorBatch) -> str:

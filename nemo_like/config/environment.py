@@ -174,8 +174,8 @@ class EnvironmentConfig(Section):
     ended there."""
 
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a step's or a validation's trajectories whose reward may fail; above it the run
-    stops. At 1 it stops only if all fail."""
+    """Share of a step's, a validation's or an evaluation's trajectories whose reward may fail;
+    above it the run stops. At 1 it stops only if all fail."""
     judge: Annotated[
         JudgeConfig,
         OnlyIf(lambda here, _: here.judges, f"environment.reward is not {JUDGE}"),

@@ -39,7 +39,8 @@ class DDPConfig(Section):
 
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """``bf16`` and ``fp16`` halve the bytes; ``powersgd``: after ten exact steps, factors of rank 2
-    (arXiv:1905.13727)."""
+    (arXiv:1905.13727). A resumed run begins with ten exact steps again, as no checkpoint has its
+    state. ``bf16`` and ``powersgd`` need GPUs."""
     average_every_steps: Count = 1
     """Above 1: local SGD. Ranks step on their own gradients and average their parameters this
     often, and before a validation and before weights leave the policy (checkpoint, export)."""
@@ -57,10 +58,10 @@ class DDPConfig(Section):
                 f"{here}.average_every_steps={self.average_every_steps} would have no effect here: "
                 "every step moves weights to generation, which averages them; set it to 1."
             )
-        if self.compression == "bf16" and not run.cluster.gpus_per_node:
+        if self.compression in ("bf16", "powersgd") and not run.cluster.gpus_per_node:
             yield (
-                f"{here}.compression=bf16 needs NCCL, which the run's CPUs do not have; use fp16, "
-                "or set cluster.gpus_per_node."
+                f"{here}.compression={self.compression} needs NCCL, which the run's CPUs do not "
+                "have; use fp16, or set cluster.gpus_per_node."
             )
 
 

@@ -122,9 +122,10 @@ class SamplingRunConfig(RunConfig):
         """Whether what is sampled also trains."""
         return True
 
-    @property
-    def longest_completion(self) -> tuple[str, int]:
-        """The key that limits completions, and its value."""
+    def longest_completion(self, rows: str) -> tuple[str, int]:
+        """The key that limits completions of ``rows``, such as ``data.train``, and its value."""
+        if rows == "data.validation" and self.validation.max_new_tokens is not None:
+            return "validation.max_new_tokens", self.validation.max_new_tokens
         return "generation.max_new_tokens", self.generation.max_new_tokens
 
     def rules(self, here: str, run: Any) -> Iterator[str]:

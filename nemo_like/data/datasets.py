@@ -180,7 +180,7 @@ def check_lengths(
     chat: "ChatTokenizer",
     micro_batch_tokens: int,
     context: int,
-    max_new_tokens: int,
+    longest_completion: tuple[str, int],
     config: PromptsConfig,
     key: str,
 ) -> tuple[list[Row], int]:
@@ -189,7 +189,8 @@ def check_lengths(
     Raises UserError for a row whose template fails, and for one that is too long unless
     ``data.overlong=drop``, by its number.
     """
-    most = min(context, micro_batch_tokens) - max_new_tokens
+    limiting, most_new = longest_completion
+    most = min(context, micro_batch_tokens) - most_new
     limit, remedy = "the model's context", ""
     if micro_batch_tokens < context:
         limit, remedy = "policy.micro_batch_tokens", "raise it, "
@@ -207,8 +208,7 @@ def check_lengths(
             raise UserError(
                 f"{key}: the prompt of row {row.index} has {length} tokens (the first row is 0), "
                 f"and {limit} leaves {most} beside the completion; {remedy}shorten it, lower "
-                "generation.max_new_tokens, or set data.overlong to drop, truncate_left or "
-                "truncate_right."
+                f"{limiting}, or set data.overlong to drop, truncate_left or truncate_right."
             )
         if 0 < len(prompt_ids) <= most:
             kept.append(replace(row, prompt_ids=prompt_ids))

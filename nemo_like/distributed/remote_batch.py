@@ -137,3 +137,9 @@ def counts_of(batch: RemoteBatch) -> Denominators:
     """Denominators of means over these rows."""
     tokens = float(batch.rows[keys.NUM_LOSS_TOKENS].sum())
     return Denominators(tokens=tokens, sequences=float(len(batch)))
+
+
+def prompts_of(batch: RemoteBatch | TensorBatch) -> list[tuple[int, int]]:
+    """Each row's prompt, and the tokens of it."""
+    columns = batch.rows[keys.PROMPTS], batch.rows[keys.PROMPT_TOKENS]
+    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_like.algorithms.rows import read_rows
+from nemo_like.algorithms.rows import check_rows, read_rows
 from nemo_like.batch import keys
 from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.data import PairsConfig, RowsConfig
@@ -24,9 +24,9 @@ from nemo_like.config.sampling import SamplingRunConfig
 from nemo_like.config.texts import TextRunConfig
 from nemo_like.data import conversations, preferences
 from nemo_like.data.chat import ChatTokenizer
-from nemo_like.data.datasets import Row, check_lengths
+from nemo_like.data.datasets import Row
 from nemo_like.launch.command import ConfigParser, whole_number
-from nemo_like.models.resolve import context_for, context_length, resolve_policy
+from nemo_like.models.resolve import context_length, resolve_policy
 from nemo_like.rewards.math.reward import has_readable_answer
 
 _USAGE = "nemo-like data [config name] [key=value ...] [--rows N]"
@@ -97,12 +97,9 @@ class _Printer(logging.Handler):
 def _prompts(
     config: SamplingRunConfig, model_path: str, chat: ChatTokenizer
 ) -> Mapping[str, list[Sample]]:
-    key, most_new = config.longest_completion
-    context = context_for(model_path, key, most_new)
-    most = config.policy.micro_batch_tokens if config.trains else context
     found = {}
     for name, rows in read_rows(config).items():
-        kept, _ = check_lengths(rows, chat, most, context, most_new, config.data, name)
+        kept, _ = check_rows(config, name, rows, model_path, chat)
         found[name] = [
             Sample(one.prompt_ids, [False] * len(one.prompt_ids), one.part, _fields(one))
             for one in kept

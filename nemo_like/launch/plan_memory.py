@@ -154,7 +154,8 @@ def _engines(config: RunConfig, plan: ResourcePlan, shape: ModelShape) -> Neighb
     if not isinstance(config, SamplingRunConfig) or not plan.colocated:
         return Neighbours()
     generation = config.generation
-    weights, cache = engine_bytes(generation, config.policy.dtype, shape, generation.max_new_tokens)
+    most = max(generation.max_new_tokens, config.validation.max_new_tokens or 0)
+    weights, cache = engine_bytes(generation, config.policy.dtype, shape, most)
     return Neighbours().and_engines(
         generation.num_engines_per_bundle,
         weights,

@@ -93,8 +93,9 @@ class Role:
 
 
 def role_of(config: "RunConfig", *, scalar_head: bool = False) -> Role:
-    """The role of a run's policy, the model that it trains."""
+    """The role of a run's policy, which all but evaluations train."""
     return Role(
+        trains=getattr(config, "trains", True),
         scalar_head=scalar_head,
         with_reference=config.keeps_reference,
         keeps_probabilities=config.keeps_probabilities,

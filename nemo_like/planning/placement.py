@@ -129,8 +129,8 @@ def check_context(config: RunConfig, model_folder: Path) -> None:
     if isinstance(config, SamplingRunConfig):
         context = number(read_settings(model_folder), "max_position_embeddings")
         if context is not None:
-            refuse_long(*config.longest_completion, context)
-            refuse_long("validation.max_new_tokens", config.validation.max_new_tokens or 0, context)
+            for rows in ("data.train", "data.validation"):
+                refuse_long(*config.longest_completion(rows), context)
 
 
 def refuse_long(key: str, max_new_tokens: int, context: int) -> None:

@@ -10,6 +10,7 @@ from nemo_like.batch.tensor_batch import TensorBatch
 from nemo_like.config.debug import DebugConfig
 from nemo_like.observe.metrics import Metrics
 from nemo_like.policy.parallel.mesh import PolicyMesh
+from nemo_like.policy.trainer_setup import TrainerSetup
 
 
 class Diagnostics:
@@ -35,12 +36,10 @@ class Diagnostics:
         """Stop unless copies of each tensor are equal; collective."""
 
 
-def diagnostics_of(
-    config: DebugConfig, mesh: PolicyMesh, device: torch.device, log_dir: str
-) -> Diagnostics:
-    """The hooks for ``config``."""
-    if config == DebugConfig():
+def diagnostics_of(setup: TrainerSetup, mesh: PolicyMesh, device: torch.device) -> Diagnostics:
+    """The hooks for ``policy.debug``."""
+    if setup.config.debug == DebugConfig():
         return Diagnostics()
     from nemo_like.policy.debug.diagnostics import DebugDiagnostics
 
-    return DebugDiagnostics(config, mesh, device, log_dir)
+    return DebugDiagnostics(setup, mesh, device)

@@ -103,7 +103,7 @@ def non_finite_gradients(named_parameters: Mapping[str, Parameter]) -> list[str]
 
 
 def explain_non_finite(
-    norm: Tensor, named_parameters: Mapping[str, Parameter], rank: int, remedy: str
+    norm: Tensor, named_parameters: Mapping[str, Parameter], rank: int
 ) -> RunError:
     names = non_finite_gradients(named_parameters)
     if names:
@@ -111,7 +111,9 @@ def explain_non_finite(
     else:
         where = f"rank {rank}: all finite, so they are on another rank or their squares overflow"
     return RunError(
-        f"The gradient norm is {norm.item()} ({where}); stopped before the optimizer step. {remedy}"
+        f"The gradient norm is {norm.item()} ({where}); stopped before the optimizer step. Begin a "
+        "new run with a lower learning rate (policy.optimizer.lr; a resumed run keeps its own), or "
+        "look at the step's rows (where the run samples: trajectories.jsonl)."
     )
 
 

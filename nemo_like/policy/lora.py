@@ -121,14 +121,17 @@ def write_adapter(
 ) -> None:
     """A folder that ``peft.PeftModel.from_pretrained`` loads onto the model of ``base``.
 
-    ``plain``: that model's architecture, without adapters.
+    ``tensors``: the adapters', and the head of a model that gives values. ``plain``: ``base``'s
+    architecture, without adapters.
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    gives_values = "score.weight" in tensors
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if gives_values else "CAUSAL_LM",
+        "modules_to_save": ["score"] if gives_values else None,
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,

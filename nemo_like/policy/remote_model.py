@@ -18,7 +18,7 @@ from nemo_like.config.generation import Transport
 from nemo_like.config.losses import KLEstimator
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.config.run import ClusterConfig
-from nemo_like.distributed.remote_batch import RemoteBatch, counts_of, trained
+from nemo_like.distributed.remote_batch import RemoteBatch, counts_of, prompts_of, trained
 from nemo_like.distributed.waiting import IMPORTING
 from nemo_like.errors import UserError
 from nemo_like.losses.protocol import Denominators, Loss
@@ -73,6 +73,7 @@ class RemoteModel:
             max_steps=max_steps,
             with_reference=role.with_reference,
             output=output,
+            role=group.role,
             trains=role.trains,
             log_dir=group.contexts[0].log_dir,
             num_threads=max(1, int(cluster_config.cpus_per_worker)),
@@ -229,9 +230,11 @@ class RemoteModel:
         self.weight_version += 1
         return merge([results[rank] for rank in self.group.layout.output_ranks("dp", "pp")])
 
-    def evaluate(self, batch: RemoteBatch, loss: Loss, *, rows_per_unit: int = 1) -> Metrics:
-        batch = trained(batch, rows_per_unit)
-        shards, counts = self._shards(batch, self._plan(batch, rows_per_unit)), counts_of(batch)
+    def evaluate(
+        self, batch: RemoteBatch, loss: Loss, counts: Denominators, *, rows_per_unit: int = 1
+    ) -> Metrics:
+        """Metrics of ``loss`` on rows that would train; ``counts``: of all that are measured."""
+        shards = self._shards(batch, self._plan(batch, rows_per_unit))
         return merge(self.group.scatter(PolicyWorker.evaluate, shards, loss, counts, last="pp"))
 
     def submit_senders(
@@ -303,11 +306,6 @@ class RemoteModel:
             )
             for rank, bins in enumerate(plan.bins)
         ]
-
-
-def prompts_of(batch: RemoteBatch | TensorBatch) -> list[tuple[int, int]]:
-    columns = batch.rows[keys.PROMPTS], batch.rows[keys.PROMPT_TOKENS]
-    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _add_columns(

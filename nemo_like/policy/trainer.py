@@ -41,8 +41,6 @@ from nemo_like.policy.trainer_setup import TrainerSetup
 if TYPE_CHECKING:
     from nemo_like.policy.parallel.pipeline import Pipeline
 
-_REMEDY = "Lower policy.optimizer.lr, or look at the step's rows in trajectories.jsonl."
-
 
 class Trainer:
     """One rank's share of model, optimizer and schedule; all methods are collective."""
@@ -62,7 +60,7 @@ class Trainer:
             multiple=self.mesh.sequence_multiple,
             context_group=self.mesh.group("cp"),
         )
-        self.diagnostics = diagnostics_of(config.debug, self.mesh, device, setup.log_dir)
+        self.diagnostics = diagnostics_of(setup, self.mesh, device)
         where = (setup.model_path, config, self.mesh, device)
         self.stages, partial = load_stages(*where, setup.output)
         self.parameters: dict[str, nn.Parameter] = {
@@ -78,7 +76,7 @@ class Trainer:
         self.reference: list[LogprobModel] = []
         if setup.with_reference and not config.lora.rank:  # else it is the model without adapters
             self.reference, _ = load_stages(*where)
-        for stage in self.reference if setup.trains else self.stages:
+        for stage in self.reference:
             stage.requires_grad_(False)
         self._ddp: DistributedDataParallel | None = None
         if self.mesh.ddp and setup.trains:
@@ -171,7 +169,7 @@ class Trainer:
         metrics["train/lr"] = Metric(float(self.schedulers[0].get_last_lr()[0]), reduce=Reduce.max)
         finite = bool(torch.isfinite(norm))
         if not finite and (self.loss_scale is None or any_bad_loss(parts, self.device)):
-            raise explain_non_finite(norm, parameters, self.mesh.rank, _REMEDY)
+            raise explain_non_finite(norm, parameters, self.mesh.rank)
         if finite:
             clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
             with self.diagnostics.phase("optimizer"):

@@ -13,8 +13,10 @@ class TrainerSetup:
     max_steps: int
     with_reference: bool = False
     output: Output = "logprobs"
+    role: str = "policy"
+    """``policy``, ``critic`` or ``teacher``: the section that names the model, and the process."""
     trains: bool = True
-    """False: a frozen model without gradients and optimizer."""
+    """False: a model without gradients and optimizer."""
     log_dir: str = "."
     num_threads: int = 1
     timeout_s: float = 600.0

@@ -110,9 +110,9 @@ class PolicyWorker(Worker):
         if self.context.rank == 0:
             from nemo_like.policy.state.checks import check_architecture, check_export
 
-            check_architecture(path, setup.config)
+            check_architecture(path, setup.config, setup.role)
             if setup.trains:
-                check_export(path, setup.config, output)
+                check_export(path, setup.config, output, setup.role)
         else:
             world_size = self.context.world_size
             self._store = TCPStore(address, port, world_size, False, timeout)

@@ -203,7 +203,7 @@ class RolloutSource:
                 with_samples=True,
             )
         columns = rows_of(results)
-        self._failures.check(step, "validation", columns, results)
+        self._failures.check(step, "validation", columns, results, is_part=True)
         samples = [sample for result in results for sample in result.samples]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         return samples, rollout_metrics("rollout", columns, results)

@@ -104,9 +104,11 @@ def train_on_texts(
 
 def with_teacher(batch: RemoteBatch, teacher: RemoteModel, compared: Compared) -> RemoteBatch:
     """``batch`` with token columns ``teacher_ids`` and ``teacher_logprobs``."""
-    return in_parts(
+    scored = in_parts(
         batch, lambda part: teacher.top_logprobs(part, compared.top_k, compared.vocabulary)
     )
+    teacher.release_memory()  # the policy trains next, on the same devices
+    return scored
 
 
 def find_teacher(config: AnyConfig, student_path: str) -> tuple[str, Compared]:
@@ -164,7 +166,9 @@ def start_teacher(
     config: AnyConfig, session: Session, student: RemoteModel, model_path: str
 ) -> RemoteModel:
     """Bring the teacher up on the policy's bundles, laid out like it; the session ends it."""
-    teacher = config.policy.replace(lora=LoraConfig())  # nothing of it trains
+    assert config.teacher.model is not None
+    # Nothing of it trains.
+    teacher = config.policy.replace(model=config.teacher.model, lora=LoraConfig())
     group = session.new_group(teacher, model_path, "teacher")
     model = RemoteModel(
         teacher,

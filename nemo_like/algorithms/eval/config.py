@@ -115,12 +115,6 @@ class EvalConfig(SamplingRunConfig):
     def trains(self) -> bool:
         return False
 
-    @property
-    def longest_completion(self) -> tuple[str, int]:
-        if self.validation.max_new_tokens is None:
-            return super().longest_completion
-        return "validation.max_new_tokens", self.validation.max_new_tokens
-
     def rules(self, here: str, run: Any) -> Iterator[str]:
         """Keys that mean something else, or nothing, without training."""
         yield from super().rules(here, run)

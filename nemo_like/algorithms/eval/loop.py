@@ -47,6 +47,7 @@ def run(config: EvalConfig, session: Session) -> None:
         for record in measured.add(samples):
             file.append(record)
         run.log(metrics | session.meter.pop())
+    live.failures.check_parts("the evaluation")
     write_report(measured.report(), run.dir / "eval.json")
 
 

@@ -88,11 +88,8 @@ def check_data(
 
 
 def fingerprint_rows(batch: TensorBatch) -> list[int]:
-    """A hash of 63 bits of each row's identity (``group_ids``, ``seeds`` if there) and token ids.
-
-    Without those columns, a data set that repeats a row looks like one row on two ranks.
-    """
-    # Text does not identify a row: two completions of one prompt may well be equal.
+    """A hash of 63 bits of each row's ``group_ids`` and ``seeds``, where there, and token ids."""
+    # Text does not identify a row: completions of one prompt, or given texts, may well be equal.
     known = [batch.rows[key].tolist() for key in (keys.GROUP_IDS, keys.SEEDS) if key in batch.rows]
     ids = batch.tokens[keys.INPUT_IDS].cpu().split(batch.lengths.tolist())
     return [

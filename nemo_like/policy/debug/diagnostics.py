@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nemo_like.batch.tensor_batch import TensorBatch
-from nemo_like.config.debug import DebugConfig
 from nemo_like.observe.metrics import Metrics, merge, values
 from nemo_like.policy.debug.checks import (
     CollectiveTimer,
@@ -30,6 +29,7 @@ from nemo_like.policy.debug.checks import (
 from nemo_like.policy.debug.profile import StepProfiles
 from nemo_like.policy.diagnostics import Diagnostics
 from nemo_like.policy.parallel.mesh import PolicyMesh
+from nemo_like.policy.trainer_setup import TrainerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +37,18 @@ logger = logging.getLogger(__name__)
 class DebugDiagnostics(Diagnostics):
     """Checks and measurements of one rank; each does nothing unless it is configured."""
 
-    def __init__(
-        self, config: DebugConfig, mesh: PolicyMesh, device: torch.device, log_dir: str
-    ) -> None:
-        self._config = config
+    def __init__(self, setup: TrainerSetup, mesh: PolicyMesh, device: torch.device) -> None:
+        self._config = config = setup.config.debug
         self._mesh = mesh
         self._device = device
         self._timer = CollectiveTimer(device) if config.metrics else None
         self._hangs: HangReport | None = None
         if config.hang_report_s is not None:
-            path = Path(log_dir) / f"hang-{mesh.rank}.txt"
-            self._hangs = HangReport(path, config.hang_report_s, lambda: f"policy rank {mesh.rank}")
+            path = Path(setup.log_dir) / f"hang-{setup.role}-{mesh.rank}.txt"
+            told = f"{setup.role} rank {mesh.rank}"
+            self._hangs = HangReport(path, config.hang_report_s, lambda: told)
         self._measured: list[Metrics] = []
-        path = Path(log_dir) / f"profile-{mesh.rank}"
+        path = Path(setup.log_dir) / f"profile-{mesh.rank}"
         self._profiles = StepProfiles(config, mesh.rank, device, path)
 
     def begin(self, step: int) -> None:

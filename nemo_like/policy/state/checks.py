@@ -57,21 +57,22 @@ _LAYOUTS = (
 
 
 @torch.no_grad()
-def check_architecture(path: str, config: PolicyConfig) -> None:
+def check_architecture(path: str, config: PolicyConfig, role: str = "policy") -> None:
     """Compare two short rows in the configured layout with each row alone in transformers' own.
 
     Refuses (UserError) what would silently be wrong: attention with extra terms, recurrent
     layers that run from one packed row into the next, logits changed in a way that the head does
     not know. It then tries the other layouts, and names one that is right. Layers are as wide as
-    the real ones, and of every kind that the model has.
+    the real ones, and of every kind that the model has. ``role``: the section that names it.
     """
-    full = _load_config(path, config)
+    told = f"{role}.model={config.model}"
+    full = _load_config(path, told)
     try:
         rows = _rows(full)
         expected = _plain_logprobs(_twin(full, "eager"), rows)
     except Exception as error:  # the boundary to a model's code, which may raise anything
         raise UserError(
-            f"policy.model={config.model}: transformers itself cannot run a small model of its "
+            f"{told}: transformers itself cannot run a small model of its "
             f"config.json ({one_line(error)}); repair config.json or use another model."
         ) from error
     asked = _Layout(config.batching, config.attention)
@@ -80,7 +81,7 @@ def check_architecture(path: str, config: PolicyConfig) -> None:
         # The folder's own code is not in transformers' table.
         name = (classes[type(full)] if type(full) in classes else type(full)).__name__
         raise UserError(
-            f"policy.model={config.model}: {name} cannot be trained with "
+            f"{told}: {name} cannot be {'computed' if role == 'teacher' else 'trained'} with "
             f"{_keys(asked)}: {problem}; "
             f"{_remedy(full, asked, config, rows, expected)}."
         )
@@ -145,12 +146,12 @@ def _rows(full: PreTrainedConfig) -> TensorBatch:
     return rows
 
 
-def _load_config(path: str, config: PolicyConfig) -> PreTrainedConfig:
+def _load_config(path: str, told: str) -> PreTrainedConfig:
     loaded = model_settings(path)
     own = "AutoModelForCausalLM" in getattr(loaded, "auto_map", ()) and trusts_code()
     if not own and type(loaded) not in AutoModelForCausalLM._model_mapping:
         raise UserError(
-            f"policy.model={config.model}: {type(loaded).__name__} is not a causal language model; "
+            f"{told}: {type(loaded).__name__} is not a causal language model; "
             "give a folder that transformers' AutoModelForCausalLM can load."
         )
     return loaded
@@ -177,7 +178,7 @@ _STEP = 0.1
 _EXPORT_TOLERANCE = 1e-3
 
 
-def check_export(path: str, config: PolicyConfig, output: Output) -> None:
+def check_export(path: str, config: PolicyConfig, output: Output, role: str = "policy") -> None:
     """Train a twin for one step, load its files' tensors with transformers alone, and compare.
 
     Raises UserError if logprobs (or values) differ, or if a trained parameter is missing from the
@@ -199,7 +200,7 @@ def check_export(path: str, config: PolicyConfig, output: Output) -> None:
         problem = f"a small model of its config.json fails in it ({one_line(error)})"
     if problem:
         raise UserError(
-            f"policy.model={config.model} cannot be exported as it would be trained: {problem}; "
+            f"{role}.model={config.model} cannot be exported as it would be trained: {problem}; "
             f"{remedy}."
         )
 

@@ -5,7 +5,7 @@ Parameters begin on the meta device; each rank reads its own slices from the saf
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,13 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from nemo_like.config.model_files import trusts_code
 from nemo_like.config.policy import Output, PolicyConfig
 from nemo_like.errors import UserError
-from nemo_like.models.build import architecture, model_settings, new_model
+from nemo_like.models.build import architecture, model_class, new_model
 from nemo_like.models.naming import is_adapter, plain_name
 from nemo_like.planning.layout import num_stages, stages_of_rank
 from nemo_like.policy.attention import PACKED
@@ -34,7 +31,7 @@ from nemo_like.policy.state.files import read_tensors, refuse_two_values, stored
 
 logger = logging.getLogger(__name__)
 
-_SCORE = "score.weight"
+SCORE = "score.weight"
 # Of older transformers, which saved what is computed; and the head of a model that gives values.
 _UNUSED = (r"(^|\.)rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 _UNUSED_BY_VALUES = r"^(lm_head|embed_out)\.weight$"
@@ -138,10 +135,9 @@ def _load_weights(model: LogprobModel, path: str, output: Output) -> None:
             pair = sources[head].names[0], sources[embedding].names[0]
             refuse_two_values(path, stored, *pair)
     state = {ties.get(name, name): tensor for name, tensor in wanted.items()}
-    if isinstance(model, ValueModel) and _SCORE not in sources:
+    if isinstance(model, ValueModel) and SCORE not in sources:
         # A head that begins at 0: no score and no value favours anything before training.
-        torch.nn.init.zeros_(local_part(state.pop(_SCORE)))
-        del wanted[_SCORE]
+        torch.nn.init.zeros_(local_part(state.pop(SCORE)))
     if sources.keys() >= state.keys():
         read_tensors(path, stored, state, sources, naming)
     else:
@@ -150,23 +146,26 @@ def _load_weights(model: LogprobModel, path: str, output: Output) -> None:
             path,
             sorted(state.keys() - sources.keys())[:3],
         )
-        _load_full(model, path, wanted)
+        _load_full(model, path, output, wanted.keys())
 
 
-def _load_full(model: LogprobModel, path: str, wanted: Collection[str]) -> None:
+def _load_full(model: LogprobModel, path: str, output: Output, wanted: Set[str]) -> None:
     """From other formats (.bin), which are read in full; collective."""
-    auto_class: Any = AutoModelForCausalLM  # whose types know nothing of output_loading_info
+    kind, settings = model_class(path, output)
     with told_as(UserError, f"The weights of the model {path} cannot be loaded"):
-        loaded, found = auto_class.from_pretrained(
+        loaded, found = kind.from_pretrained(
             path,
-            config=model_settings(path),
+            config=settings,
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,
             trust_remote_code=trusts_code(),
         )
-    # transformers would draw them at random.
-    if lost := sorted(name for name in found["missing_keys"] if name in wanted):
+    # transformers would draw them at random; a head that values lack is 0 already.
+    missing = set(found["missing_keys"])
+    if output != "logprobs":
+        wanted -= missing & {SCORE}
+    if lost := sorted(missing & wanted):
         raise UserError(
             f"The files of the model {path} lack {lost[0]}, which its config.json asks for; give a "
             "complete folder."
@@ -189,7 +188,7 @@ def unused_tensors(path: str, output: Output) -> list[str]:
     described = architecture(path, torch.float32, output)
     stored = stored_files(Path(path)).keys()
     sources = described.naming.from_disk(stored)
-    if not sources.keys() >= described.tensors.keys() - {_SCORE}:
+    if not sources.keys() >= described.tensors.keys() - {SCORE}:
         return []
     model = described.model
     silent = [*_UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]

@@ -1,6 +1,7 @@
 """The policy's state in other forms: tensors for a refit, checkpoints, a Hugging Face folder."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from nemo_like.policy.optim import make_state
 from nemo_like.policy.parallel.full_tensors import full_tensor, full_tensors
 from nemo_like.policy.state.checkpoint_files import read_sections, write_sections
 from nemo_like.policy.state.files import readable_as_usual, told_as, writing_folder
-from nemo_like.policy.state.loading import tied_names
+from nemo_like.policy.state.loading import SCORE, tied_names
 from nemo_like.refit.buckets import travels_apart
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _OTHER = "{} does not fit this run's model, adapters or optimizer"
 _StageState = tuple[LogprobModel, list[Optimizer], dict[str, Any], dict[str, Any]]
 """A stage, its optimizers, and the state of both under the names of the wrapped model."""
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.index.json")
+_SKIPPED = re.compile(r"\..*|.*\.(safetensors|bin|gguf|pt|pth|index\.json|h5|msgpack|onnx)")
 
 
 def refit_tensors(
@@ -162,13 +163,16 @@ def _write_folder(
     source = Path(trainer.setup.model_path)
     aside = writing_folder(target)
     shutil.rmtree(aside, ignore_errors=True)
-    # Contents alone: files of a model that others may only read must be writable here. The model
-    # may be the export of a run with adapters, which are in its weights.
-    ignored = shutil.ignore_patterns(*_WEIGHT_FILES, "adapter")
-    shutil.copytree(source, aside, ignore=ignored, copy_function=shutil.copyfile)
-    aside.chmod(0o700)
+    # The model's folder may hold anything, this run too; files without their modes, to write here.
+    for path in (*source.iterdir(), *source.glob("additional_chat_templates/*")):
+        if path.is_file() and not _SKIPPED.fullmatch(path.name):
+            place = aside / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
     if adapters:
         plain = architecture(str(source), torch.float32, trainer.setup.output).model
+        if trainer.setup.output != "logprobs":  # its head is no adapter, and trains
+            adapters |= {SCORE: state[SCORE]}
         from nemo_like.policy.lora import write_adapter
 
         write_adapter(aside / "adapter", adapters, trainer.config.lora, trainer.config.model, plain)
