@@ -72,7 +72,7 @@ def two_steps(
             }
         )
     parameters = frozen.parameters.values()
-    return steps, not frozen.optimizers and not any(each.requires_grad for each in parameters)
+    return steps, not frozen.optimizers and all(one.grad is None for one in parameters)
 
 
 def answer(

@@ -60,6 +60,19 @@ class Texts:
             self.batch.rows[keys.GROUP_IDS] = torch.arange(len(rows))  # rows of equal text are two
             yield self.batch
 
+    def steps(
+        self, loss: Loss, prepare: Callable[[RemoteBatch], RemoteBatch] | None = None
+    ) -> None:
+        """The loop of training; ``prepare`` adds a teacher's columns to each batch."""
+        span = self.session.run.span
+        for batch in self.batches(loss):
+            if prepare is not None:
+                with span("teacher"):
+                    batch = prepare(batch)
+            with span("train"):
+                metrics = self.policy.train(batch, loss, rows_per_unit=self.rows_per_unit)
+            self.log(metrics)
+
     def log(self, metrics: Metrics) -> None:
         """Keep the metrics of the step in progress; see ``Run.log``."""
         assert self.batch is not None

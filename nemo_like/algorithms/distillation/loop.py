@@ -89,17 +89,11 @@ def train_on_texts(
     config: OffPolicyDistillationConfig, live: Texts, teacher: RemoteModel, compared: Compared
 ) -> None:
     """The loop on given texts."""
-    span = live.session.run.span
     if live.held_out is not None:
         with live.session.run.start_phase("teacher"):
             live.held_out = with_teacher(live.held_out, teacher, compared)
     loss = DistillationLoss(config.loss, compared.student_vocabulary)
-    for batch in live.batches(loss):
-        with span("teacher"):
-            batch = with_teacher(batch, teacher, compared)
-        with span("train"):
-            metrics = live.policy.train(batch, loss)
-        live.log(metrics)
+    live.steps(loss, lambda batch: with_teacher(batch, teacher, compared))
 
 
 def with_teacher(batch: RemoteBatch, teacher: RemoteModel, compared: Compared) -> RemoteBatch:

@@ -22,17 +22,8 @@ def run(config: DPOConfig, session: Session) -> None:
         with session.run.start_phase("reference"):
             score_by_reference(live)
     restore(config, live)
-    train(config, live)
+    live.steps(PreferenceLoss(config.loss))
     session.finish({"final": live.policy})
-
-
-def train(config: DPOConfig, live: Texts) -> None:
-    """The loop."""
-    loss, span = PreferenceLoss(config.loss), live.session.run.span
-    for batch in live.batches(loss):
-        with span("train"):
-            metrics = live.policy.train(batch, loss, rows_per_unit=2)
-        live.log(metrics)
 
 
 def score_by_reference(live: Texts) -> None:

@@ -8,7 +8,7 @@ context and pipeline parallelism, which the scalar head does not know.
 
 from nemo_like.algorithms.rm.config import RewardModelConfig
 from nemo_like.algorithms.session import Session
-from nemo_like.algorithms.texts import Texts, restore, start_texts
+from nemo_like.algorithms.texts import restore, start_texts
 from nemo_like.data import preferences
 from nemo_like.losses.preference import RewardModelLoss
 
@@ -17,14 +17,5 @@ def run(config: RewardModelConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``."""
     live = start_texts(config, session, preferences.load, output="values")
     restore(config, live)
-    train(config, live)
+    live.steps(RewardModelLoss(config.loss))
     session.finish({"final": live.policy})
-
-
-def train(config: RewardModelConfig, live: Texts) -> None:
-    """The loop."""
-    loss = RewardModelLoss(config.loss)
-    for batch in live.batches(loss):
-        with live.session.run.span("train"):
-            metrics = live.policy.train(batch, loss, rows_per_unit=2)
-        live.log(metrics)

@@ -8,7 +8,7 @@ the model for validation (``nemo-like eval`` does that).
 
 from nemo_like.algorithms.session import Session
 from nemo_like.algorithms.sft.config import SFTConfig
-from nemo_like.algorithms.texts import Texts, restore, start_texts
+from nemo_like.algorithms.texts import restore, start_texts
 from nemo_like.data import conversations
 from nemo_like.losses.cross_entropy import CrossEntropyLoss
 
@@ -17,14 +17,5 @@ def run(config: SFTConfig, session: Session) -> None:
     """From a run's processes to a trained model in ``run.dir``."""
     live = start_texts(config, session, conversations.load)
     restore(config, live)
-    train(live)
+    live.steps(CrossEntropyLoss())
     session.finish({"final": live.policy})
-
-
-def train(live: Texts) -> None:
-    """The loop."""
-    loss = CrossEntropyLoss()
-    for batch in live.batches(loss):
-        with live.session.run.span("train"):
-            metrics = live.policy.train(batch, loss)
-        live.log(metrics)
