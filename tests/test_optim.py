@@ -155,7 +155,7 @@ def measure_on_two():
         clip_gradients(named, norm, limit)
         clipped[limit] = (norm.item(), whole(model.weight.grad).norm().item())
     broken = with_gradient(model, [[3.0], [math.nan]])
-    error = explain_non_finite(gradient_norm(broken), broken, rank)
+    error = explain_non_finite(gradient_norm(broken), broken, rank, "critic.lr")
     # Two pipeline stages: one has a gradient of 3 and the embedding, the other 4 and its copy.
     stage = {name: nn.Parameter(torch.zeros(1)) for name in (f"layers.{rank}", "head")}
     stage[f"layers.{rank}"].grad = torch.tensor([3.0 + rank])
@@ -300,7 +300,7 @@ def test_parameters_without_a_gradient_do_not_count():
 def test_only_the_first_three_of_many_parameters_are_named():
     named = plain([math.nan], [1.0], [math.inf], [-math.inf], [math.nan])
     assert non_finite_gradients(named) == ["0", "2", "3", "4"]
-    error = explain_non_finite(gradient_norm(named), named, 2)
+    error = explain_non_finite(gradient_norm(named), named, 2, "policy.optimizer.lr")
     assert "Begin a new run with a lower learning rate" in str(error)
     assert "rank 2: 4 parameters, first 0, 2, 3)" in str(error)
 

@@ -103,8 +103,9 @@ def non_finite_gradients(named_parameters: Mapping[str, Parameter]) -> list[str]
 
 
 def explain_non_finite(
-    norm: Tensor, named_parameters: Mapping[str, Parameter], rank: int
+    norm: Tensor, named_parameters: Mapping[str, Parameter], rank: int, key: str
 ) -> RunError:
+    """``key``: that of the learning rate."""
     names = non_finite_gradients(named_parameters)
     if names:
         where = f"rank {rank}: {len(names)} parameters, first {', '.join(names[:_NUM_NAMED])}"
@@ -112,7 +113,7 @@ def explain_non_finite(
         where = f"rank {rank}: all finite, so they are on another rank or their squares overflow"
     return RunError(
         f"The gradient norm is {norm.item()} ({where}); stopped before the optimizer step. Begin a "
-        "new run with a lower learning rate (policy.optimizer.lr; a resumed run keeps its own), or "
+        f"new run with a lower learning rate ({key}; a resumed run keeps its own), or "
         "look at the step's rows (where the run samples: trajectories.jsonl)."
     )
 

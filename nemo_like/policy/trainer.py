@@ -169,7 +169,8 @@ class Trainer:
         metrics["train/lr"] = Metric(float(self.schedulers[0].get_last_lr()[0]), reduce=Reduce.max)
         finite = bool(torch.isfinite(norm))
         if not finite and (self.loss_scale is None or any_bad_loss(parts, self.device)):
-            raise explain_non_finite(norm, parameters, self.mesh.rank)
+            key = "critic.lr" if self.setup.role == "critic" else "policy.optimizer.lr"
+            raise explain_non_finite(norm, parameters, self.mesh.rank, key)
         if finite:
             clip_gradients(parameters, norm / scale, self.config.max_grad_norm, scale)
             with self.diagnostics.phase("optimizer"):
