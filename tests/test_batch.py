@@ -151,6 +151,7 @@ def test_a_policy_cuts_rows_by_the_shape_of_its_own_model(tmp_path, width, cut):
         ClusterConfig(),
         SimpleNamespace(  # pyright: ignore
             world_size=2,
+            role="policy",
             contexts=[SimpleNamespace(log_dir="")],
             layout=SimpleNamespace(sizes={"dp": 2}),
         ),

@@ -233,7 +233,7 @@ def test_a_nan_is_named_on_the_rank_that_has_it(two_ranks):
     assert (elsewhere, here) == ([], ["weight"])
     assert own == (
         "The gradient norm is nan (rank 1: 1 parameters, first weight); stopped before the "
-        "optimizer step. Begin a new run with a lower learning rate (policy.optimizer.lr; a "
+        "optimizer step. Begin a new run with a lower learning rate (critic.lr; a "
         "resumed run keeps its own), or "
         "look at the step's rows (where the run samples: trajectories.jsonl)."
     )

@@ -21,6 +21,7 @@ LENGTHS = [9, 5, 4, 7, 6, 8]
 class Ranks:
     """A group of workers that remembers what it is sent."""
 
+    role = "policy"
     contexts = (SimpleNamespace(log_dir="."),)
 
     def __init__(self, count):

@@ -145,7 +145,7 @@ def test_answers_are_data_that_a_browser_does_not_run(folder):
         _, headers, body = get("api/group", run=0, phase="train", step=1, group=11)
         assert headers["Content-Type"].startswith("application/json")
         assert headers["X-Content-Type-Options"] == "nosniff"
-        assert json.loads(body)[0]["text"] == HOSTILE
+        assert json.loads(body)["shown"][0]["text"] == HOSTILE
         page = get("")[1]
         assert page["Content-Security-Policy"].startswith("default-src 'self';")
         assert page["Referrer-Policy"] == "no-referrer"
