@@ -175,7 +175,7 @@ def run(
 ) -> Record:
     """How it ended; at the limit the process and all that it started are ended.
 
-    Likewise as soon as it ``has_steps``, which is no failure.
+    They are ended, too, once ``has_steps()`` is true; that counts as success.
     """
     begin = time.monotonic()
     sys.stdout.write(f"{' '.join(command)}\n  -> {log}\n")

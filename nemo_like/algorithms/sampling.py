@@ -181,7 +181,7 @@ def rollout_setup(
     used = {row.environment for row in rows}
     each = with_absolute_paths(config.environment).by_name
     environments = {name: one for name, one in each.items() if name in used}
-    most_tokens = engine.max_model_len  # of validations too, whose completions may be longer
+    most_tokens = engine.max_model_len  # validations may need more than training does
     if config.trains:
         most_tokens = min(most_tokens, config.policy.micro_batch_tokens)
     num_processes = sum(one.num_processes for one in environments.values())

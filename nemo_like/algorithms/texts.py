@@ -57,7 +57,7 @@ class Texts:
             self.session.meter.pop()  # what start-up, a validation and a checkpoint came to
             rows = unit_rows(next(self.loader), self.rows_per_unit)
             self.batch = self.train.select(rows)
-            self.batch.rows[keys.GROUP_IDS] = torch.arange(len(rows))  # rows of equal text are two
+            self.batch.rows[keys.GROUP_IDS] = torch.arange(len(rows))  # two may have the same text
             yield self.batch
 
     def steps(

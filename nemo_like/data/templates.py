@@ -155,7 +155,7 @@ def refuse_losses(messages: Sequence[Message], text: str, render: Render, begin:
         role = message["role"]
         # Templates may shorten earlier answers, and write what tools say as JSON.
         lost = role != "assistant" and without_space(message["content"]) not in bare
-        if lost and (role != "tool" or _is_ignored(messages, index, text, render)):
+        if lost and (role != "tool" or _is_ignored(messages, index, render)):
             raise UserError(
                 f"the template leaves out message {index}, whose role is '{role}'; put its text "
                 "into another message, or use a template that takes it."
@@ -167,7 +167,7 @@ def refuse_losses(messages: Sequence[Message], text: str, render: Render, begin:
             )
 
 
-def _is_ignored(messages: Sequence[Message], index: int, text: str, render: Render) -> bool:
+def _is_ignored(messages: Sequence[Message], index: int, render: Render) -> bool:
     """Whether the template writes the same with other content of a message."""
     other = {**messages[index], "content": "another result"}
     try:

@@ -59,7 +59,7 @@ class StepResult:
 
 
 def calls_of(message: Message) -> list[ToolCall]:
-    """Those of an assistant's message, whose arguments are JSON text."""
+    """Read the tool calls of an assistant's message, with arguments parsed from JSON text."""
     return [
         ToolCall(
             id=one["id"],

@@ -57,7 +57,7 @@ class Task:
 
     @property
     def has_output_to_come(self) -> bool:
-        """False of a job of salloc, whose output is on a terminal."""
+        """False for an salloc job, whose output goes to a terminal."""
         return not self.has_ended and self.log != _NO_LOG
 
     def __str__(self) -> str:
